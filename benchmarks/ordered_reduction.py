@@ -59,7 +59,7 @@ def ways(elements: int) -> dict[str, Callable[[], object]]:
         for kind, passes in (("mid", 1 << 30), ("last", 1)):
             progress = Progress(Module(), passes * size, size)
             reduction = Reduction(progress, wire, [(rows * size, ROW)], [group])  # type: ignore[arg-type]
-            found[f"{wire}, {kind}"] = lambda reduction=reduction: reduction.push(gradient, out)
+            found[f"{wire}, {kind}"] = lambda reduction=reduction: reduction.reduce_scatter(gradient, out)
     return found
 
 

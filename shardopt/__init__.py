@@ -58,5 +58,5 @@ def __getattr__(name: str) -> object:
     # "from shardopt import NAME" would replace an AttributeError's text by Python's own, but not an ImportError's.
     is_from = name in _removed.NAMES and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
     raise (ImportError if is_from else AttributeError)(
-        f"module 'shardopt' has no attribute {name!r}{_removed.explained([name])}"
+        f"module 'shardopt' has no attribute {name!r}{_removed.explain_removed([name])}"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shardopt import doctor, program
 from shardopt.checkpoint import inspect_command
 from shardopt.estimate import cli
-from shardopt.removed import explained
+from shardopt.removed import explain_removed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, doctor, program):
         command.add_parser(commands)
-    given = sys.argv[1:] if arguments is None else arguments
-    if removed := explained(given[:1]):
-        parser.error(f"got {given[0]}, expected a command{removed}")
+    command_line = sys.argv[1:] if arguments is None else arguments
+    if explanation := explain_removed(command_line[:1]):
+        parser.error(f"got {command_line[0]}, expected a command{explanation}")
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)

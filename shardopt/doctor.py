@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import shardopt
 from shardopt import _C
-from shardopt.clients.names import is_known as knows_names
+from shardopt.clients.names import is_supported as knows_names
 from shardopt.kernels.dispatch import cpu_target, use_cpu_target
 from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
 from shardopt.sharding.deepspeed.hooks import is_known
@@ -60,7 +61,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    findings = observe()
+    findings = all_findings()
     print(f"shardopt {shardopt.__version__} in {shardopt.__path__[0]}, Python {platform.python_version()}")
     print(report(findings))
     return int(any(finding.is_fault for finding in findings))
@@ -76,42 +77,42 @@ def report(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, f"{faults or 'no'} fault{'' if faults == 1 else 's'} found"])
 
 
-def observe() -> list[Finding]:
+def all_findings() -> list[Finding]:
     """Inspects this machine, and compares trial steps by each CPU instruction set and on each GPU bit for bit."""
-    expected = _stepped("cpu")
+    expected = _weight_after_steps("cpu")
     differing = []
     for target in _C.cpu_targets():
         with use_cpu_target(target):
-            if not torch.equal(_stepped("cpu"), expected):
+            if not torch.equal(_weight_after_steps("cpu"), expected):
                 differing.append(target)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    packages = {name: version for name in CLIENTS if (version := _version_of(name))}
+    packages = {}
+    for name in CLIENTS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return [
-        *of_torch(torch.__version__, torch.version.cuda),
-        *of_cpu(_C.cpu_targets(), cpu_target(), differing),
-        *of_gpus([_gpu(index, expected) for index in range(count)], with_cuda=_C.with_cuda),
-        *of_packages(packages),
-        of_hooks(hooked_packages()),
+        *torch_findings(torch.__version__, torch.version.cuda),
+        *cpu_findings(_C.cpu_targets(), cpu_target(), differing),
+        *gpu_findings([_inspect_gpu(index, expected) for index in range(count)], with_cuda=_C.with_cuda),
+        *package_findings(packages),
+        hook_finding(hooked_packages()),
     ]
 
 
-def of_torch(version: str, cuda: str | None) -> list[Finding]:
+def torch_findings(version: str, cuda: str | None) -> list[Finding]:
     """Reports the versions of PyTorch, CUDA and NumPy; a PyTorch too old is a fault, an untested newer one a note."""
     text = f"PyTorch {version}, CUDA {cuda or 'not in it'}; NumPy {np.__version__}"
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
-    if _numbers(version) < TORCH[0]:
+    if _parsed(version) < TORCH[0]:
         return [Finding(text, f"install PyTorch {tried}", is_fault=True)]
-    is_newer = _numbers(version) >= TORCH[1]
+    is_newer = _parsed(version) >= TORCH[1]
     return [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
 
 
-def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
-    """Reports the CPU kernels' instruction sets.
+def cpu_findings(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
+    """Reports the instruction sets that this CPU can run, best first, and the one in use.
 
-    Args:
-        targets: the instruction sets that this CPU can run, the best first.
-        target: the instruction set in use.
-        differing: instruction sets by which a trial step had other bits than by ``target``, which is a fault.
+    A fault if a trial step by some of them (``differing``) had other bits than by the one in use.
     """
     slow = "steps are several times slower than with AVX2 or NEON" if list(targets) == ["portable"] else ""
     findings = [Finding(f"CPU kernels: {target} in use, available are {', '.join(targets)}", slow)]
@@ -122,7 +123,7 @@ def of_cpu(targets: Sequence[str], target: str, differing: Sequence[str]) -> lis
     return [*findings, Finding("a trial step on the CPU has the same bits by each of them")]
 
 
-def of_gpus(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
+def gpu_findings(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
     """Reports whether this build has CUDA kernels, and for each GPU whether a trial step worked on it."""
     kernels = Finding("CUDA kernels are in this build")
     if not with_cuda:
@@ -144,7 +145,7 @@ def of_gpus(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
     return findings
 
 
-def of_packages(packages: Mapping[str, str]) -> list[Finding]:
+def package_findings(packages: Mapping[str, str]) -> list[Finding]:
     """Reports installed packages by name and version, with a remedy for versions that shardopt does not support."""
     findings = []
     for name, version in packages.items():
@@ -158,14 +159,13 @@ def of_packages(packages: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def of_hooks(hooked: Sequence[str]) -> Finding:
+def hook_finding(hooked: Sequence[str]) -> Finding:
     """Reports which packages ``import shardopt`` has hooked into; the variable SHARDOPT_HOOKS can leave some out."""
-    is_whole = set(hooked) == set(PACKAGES)
     text = f"hooks into {', '.join(hooked) or 'no other package'}"
-    return Finding(text, "" if is_whole else "unset SHARDOPT_HOOKS for all hooks")
+    return Finding(text, "" if set(hooked) == set(PACKAGES) else "unset SHARDOPT_HOOKS for all hooks")
 
 
-def _stepped(device: str) -> Tensor:
+def _weight_after_steps(device: str) -> Tensor:
     """Takes two trial steps of AdamW8bit on a device, always with the same numbers; returns the weight, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(64, 200, generator=generator, device="cpu").to(device))
@@ -176,28 +176,22 @@ def _stepped(device: str) -> Tensor:
     return weight.detach().cpu()
 
 
-def _gpu(index: int, expected: Tensor) -> Gpu:
+def _inspect_gpu(index: int, expected: Tensor) -> Gpu:
     """Describes a GPU, and compares a trial step on it with the CPU's, if this build has CUDA kernels."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    return Gpu(name, capability, _tried(f"cuda:{index}", expected) if _C.with_cuda else "")
+    return Gpu(name, capability, _failure_on(f"cuda:{index}", expected) if _C.with_cuda else "")
 
 
-def _tried(device: str, expected: Tensor) -> str:
+def _failure_on(device: str, expected: Tensor) -> str:
     """Takes trial steps on a device. Returns how they failed, or "" if the weight has exactly the expected bits."""
     try:
-        return "" if torch.equal(_stepped(device), expected) else "a trial step has other bits than on the CPU"
+        is_equal = torch.equal(_weight_after_steps(device), expected)
+        return "" if is_equal else "a trial step has other bits than on the CPU"
     except RuntimeError as error:
         return f"a trial step failed: {str(error).splitlines()[0]}"
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
+def _parsed(version: str) -> tuple[int, ...]:
     """Parses a version: "2.9.1+cu128" gives (2, 9, 1), so that versions can be compared."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "--replace",
         action="append",
         default=[],
-        type=_replacement,
+        type=_parse_replacement,
         metavar="AdamW=AdamW8bit",
         help="put an optimizer of shardopt in the place of a class of torch.optim, and of DeepSpeed's type of that "
         "name, or of package.module.Class; may be given several times",
@@ -54,7 +54,7 @@ def run_program(args: argparse.Namespace) -> int:
     sys.argv = [program, *arguments]
     sys.path.insert(0, os.getcwd() if args.module else os.path.dirname(os.path.realpath(path)))
     for replacement in args.replace:
-        _replace(*replacement)
+        _replace_class(*replacement)
     if args.module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
@@ -62,7 +62,7 @@ def run_program(args: argparse.Namespace) -> int:
     return 0
 
 
-def _replacement(text: str) -> Replacement:
+def _parse_replacement(text: str) -> Replacement:
     """Parses the argument of ``--replace``: ``AdamW=AdamW8bit`` or ``package.module.Class=AdamW8bit``."""
     old, _, new = text.partition("=")
     kind = getattr(optim, new, None) if new in optim.__all__ else None
@@ -72,8 +72,11 @@ def _replacement(text: str) -> Replacement:
     return module or "torch.optim", name, kind
 
 
-def _replace(module: str, name: str, kind: type[ShardedOptimizer]) -> None:
-    """Imports a module and sets one of its classes to an optimizer of shardopt; torch.optim's for DeepSpeed, too."""
+def _replace_class(module: str, name: str, kind: type[ShardedOptimizer]) -> None:
+    """Imports a module and sets one of its classes to an optimizer of shardopt.
+
+    A class of torch.optim is also replaced in the module that defines it, and in DeepSpeed's configs by its name.
+    """
     try:
         old = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -24,13 +24,13 @@ OPTIONS = {
     "share_replicas": "every replica computes all of its matrices; leave the option out",
 }
 
-OF_QUANTIZE_STATE = {
+WRAPPED_PREFIX = {
     "offload": "use one of shardopt's own optimizers, which have offload=; leave the option out",
     "working_memory": "a step always decodes the state of one parameter at a time; leave the option out",
 }
 
 
-def explained(names: Iterable[str]) -> str:
+def explain_removed(names: Iterable[str]) -> str:
     """Text to append to an error message: for each given name that an earlier version had, what to use instead."""
-    table = {**NAMES, **OPTIONS, **OF_QUANTIZE_STATE}
+    table = {**NAMES, **OPTIONS, **WRAPPED_PREFIX}
     return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

@@ -48,10 +48,10 @@ def pieces(shards: Sequence[Shard]) -> Iterator[Piece]:
     """The blocks of all ranks, those that are cut in pieces."""
     for rank, shard in enumerate(shards):
         for rectangle in shard.rectangles(GRID):
-            for alike in rectangle.divided(GRID):
+            for alike in rectangle.separate_cut_blocks(GRID):
                 for part in alike.split(GRID.block_size, GRID.block_size):
                     for row in range(part.rows):
-                        at = divmod(part.first + row * part.stride, GRID.row_numel)
+                        at = divmod(part.first_element + row * part.global_row_numel, GRID.row_numel)
                         yield Piece(rank, *at, part.cols, part.cut)
 
 

@@ -15,7 +15,7 @@ import torch
 from drawing import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.state.rule import Orthogonalized
-from shardopt.step.inputs import Input
+from shardopt.step.inputs import StepParameter
 from shardopt.step.muon.matrices import Matrix, waves_of
 
 TARGET = Path(__file__).with_name("muon-step.svg")
@@ -42,9 +42,9 @@ def owners() -> dict[str, int]:
     ranks, matrices = cast(Any, _Ranks()), []
     for number, (rows, cols) in enumerate(SHAPES.values()):
         part = rows // RANKS
-        held_by = tuple([((part * rank, 0), (part, cols))] for rank in range(RANKS))
-        parameter = Input(number, "", 0, number, torch.device("cpu"), None, number, None, False)
-        matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, ranks, held_by, ((0, 0),) * RANKS))
+        parts = tuple([((part * rank, 0), (part, cols))] for rank in range(RANKS))
+        parameter = StepParameter(number, "", 0, number, torch.device("cpu"), None, number, None, False)
+        matrices.append(Matrix(parameter, 0, options, rows, cols, 0, 0, ranks, parts, (0,) * RANKS))
     (wave,) = waves_of(matrices, 1 << 30, "cpu", by_number=False)
     names = list(SHAPES)
     return {names[m.parameter.index]: m.owner for m in wave}

@@ -31,7 +31,7 @@ from lm.model import Transformer
 from lm.options import Config, read
 from lm.runtime import Ranks
 from shardopt.layout.names import parameter_names
-from shardopt.sharding.deepspeed.engine import opened
+from shardopt.sharding.deepspeed.engine import open_engine
 
 Groups = list[dict[str, Any]]
 
@@ -185,7 +185,7 @@ class Engine(Learner):
         self.optimizer = self.module.basic_optimizer
 
     def held(self) -> AbstractContextManager[tuple[nn.Module, Optimizer]]:
-        return opened(self.module)
+        return open_engine(self.module)
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:

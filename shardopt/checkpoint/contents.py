@@ -12,10 +12,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import describe
-from shardopt.checkpoint.header import dumped, loaded
+from shardopt.checkpoint.groups import describe_group
+from shardopt.checkpoint.header import from_json, to_json
 from shardopt.checkpoint.items import Chunks, Item, model_key, tensors_of
-from shardopt.checkpoint.wording import line
+from shardopt.checkpoint.wording import one_line
 from shardopt.kernels.memory import check_storage, readable
 from shardopt.layout import FlatBuffer, FlatShard, Shard, assigned, engines_of, read_model, shard_of
 from shardopt.layout.names import all_parameter_names, canonical_modules, parameter_names
@@ -23,8 +23,6 @@ from shardopt.optim import ShardedOptimizer
 from shardopt.optim.internals import wait_for_steps
 from shardopt.report.memory import owner_of
 from shardopt.wrapper.optimizer import QuantizedState
-
-_CPU = torch.device("cpu")
 
 
 class Contents(NamedTuple):
@@ -41,19 +39,19 @@ class Contents(NamedTuple):
     unequal: Collection[str] = ()
 
 
-class Owner(NamedTuple):
-    """The optimizer that a checkpoint saves and loads.
+class UnwrappedOptimizer(NamedTuple):
+    """The optimizer that a checkpoint saves and loads, without its wrappers.
 
     Attributes:
-        groups: all param groups, including parameters whose state other ranks keep.
+        all_groups: the wrapper's param groups, including parameters whose state other ranks keep.
         optimizer: the optimizer that keeps this rank's state: under a ZeroRedundancyOptimizer, its inner optimizer.
     """
 
-    groups: list[dict[str, Any]]
+    all_groups: list[dict[str, Any]]
     optimizer: Any
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Owner:
+    def of(cls, optimizer: Optimizer) -> UnwrappedOptimizer:
         """Finds the optimizer that keeps the state, also in a ZeroRedundancyOptimizer or Accelerate's wrapper.
 
         Raises:
@@ -85,8 +83,8 @@ def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module,
             f"got an optimizer beside a {engines.name} engine that is not the engine's, expected the engine only; "
             "leave the optimizer out"
         )
-    with engines.opened(model) as (bare, own):
-        yield bare, own
+    with engines.open(model) as bare_model_and_optimizer:
+        yield bare_model_and_optimizer
 
 
 def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> Contents:
@@ -96,28 +94,31 @@ def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, 
         CheckpointError: a tensor has no memory, or the optimizer is not the model's.
         TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
     """
-    with opened(model, optimizer) as (bare, own), torch.no_grad():  # without autograd to_local() costs nothing
-        owner = None if own is None else Owner.of(own)
-        items, buffers = items_of(bare, owner), buffers_of(bare)
-        tensors = _chunks_of(items, buffers)
+    with opened(model, optimizer) as (bare_model, bare_optimizer), torch.no_grad():  # to_local() is slow with autograd
+        unwrapped = None if bare_optimizer is None else UnwrappedOptimizer.of(bare_optimizer)
+        items, buffers = items_of(bare_model, unwrapped), buffers_of(bare_model)
+        tensors = _chunks_by_name(items, buffers)
         header: dict[str, Any] = {"extra": {k: v for k, v in extra.items() if not isinstance(v, Tensor)}}
-        if aliases := aliases_in(bare, items):
+        if aliases := aliases_in(bare_model, items):
             header["aliases"] = aliases
-        if owner is not None:
-            header["optimizer"] = owner.internals.name
-            names = names_by_group(items, len(owner.groups))
-            header["param_groups"] = [describe(*pair) for pair in zip(owner.groups, names, strict=True)]
+        if unwrapped is not None:
+            header["optimizer"] = unwrapped.internals.name
+            names = names_by_group(items, len(unwrapped.all_groups))
+            header["param_groups"] = list(map(describe_group, unwrapped.all_groups, names))
             for group in header["param_groups"]:
-                group["options"].update(owner.internals.format)
+                group["options"].update(unwrapped.internals.format)
         for key, value in extra.items():
             if isinstance(value, Tensor):
                 check_storage(f"extra {key!r}", "tensor", value := readable(value), CheckpointError)
                 tensors[f"extra.{key}"] = Chunks.whole(value)
-        return Contents(loaded(dumped(header)), tensors, {model_key(item.name) for item in buffers})
+        # As JSON: refuses other values now, and changes of ``extra`` during an asynchronous save do not reach it.
+        return Contents(from_json(to_json(header)), tensors, {model_key(item.name) for item in buffers})
 
 
-def items_of(model: Module, owner: Owner | None) -> list[Item]:
+def items_of(model: Module, unwrapped: UnwrappedOptimizer | None) -> list[Item]:
     """Lists all parameters of a model, in the same order on all ranks, each with its shard and its optimizer state.
+
+    Waits for steps that worker threads have not finished.
 
     Raises:
         CheckpointError: the optimizer has parameters that the model does not have; a parameter is gathered in full
@@ -125,51 +126,54 @@ def items_of(model: Module, owner: Owner | None) -> list[Item]:
     """
     read_model(model)
     wait_for_steps(model.parameters())
-    if owner is None:
+    if unwrapped is None:
         return list(_parameters(model, ()))
-    owner.optimizer.synchronize()
-    group_of = {param: index for index, group in enumerate(owner.groups) for param in group["params"]}
-    own = {id(param) for param in model.parameters()}
-    items = list(_parameters(model, [p for p in group_of if id(p) not in own and isinstance(assigned(p), FlatBuffer)]))
-    strangers = set(group_of) - {item.param for item in items}
-    if strangers:
-        shapes = sorted(tuple(param.shape) for param in strangers)
+    unwrapped.optimizer.synchronize()
+    group_of = {param: index for index, group in enumerate(unwrapped.all_groups) for param in group["params"]}
+    in_model = {id(param) for param in model.parameters()}  # DeepSpeed's master weights are not
+    masters = [p for p in group_of if id(p) not in in_model and isinstance(assigned(p), FlatBuffer)]
+    items = list(_parameters(model, masters))
+    unknown = set(group_of) - {item.param for item in items}
+    if unknown:
+        shapes = sorted(tuple(param.shape) for param in unknown)
         raise CheckpointError(
-            f"got an optimizer with {len(strangers)} parameters that the model has not, of shapes {shapes[:5]}, "
+            f"got an optimizer with {len(unknown)} parameters that the model has not, of shapes {shapes[:5]}, "
             "expected the optimizer of this model; make it after fully_shard, parallelize_module and the like, which "
             "replace parameters"
         )
-    others = [key for key in owner.optimizer.state if not isinstance(key, Tensor)]
-    if others:
+    other_keys = [key for key in unwrapped.optimizer.state if not isinstance(key, Tensor)]
+    if other_keys:
         raise CheckpointError(
-            f"got an optimizer with state of {others[0]!r:.80}, which is no parameter, expected state of parameters; "
-            "save optimizer.state_dict() with torch.save"
+            f"got an optimizer with state of {other_keys[0]!r:.80}, which is no parameter, expected state of "
+            "parameters; save optimizer.state_dict() with torch.save"
         )
-    states: dict[Tensor, Any] = {}
+    slices: dict[Tensor, list[Any]] = {}  # spec and state of each slice of an optimizer tensor
     for param, group in group_of.items():
         try:
-            form, held = owner.internals.held(param, owner.groups[group])
+            spec, entries = unwrapped.internals.current_state(param, unwrapped.all_groups[group])
         except ValueError as error:
-            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {line(error)}") from error
-        states[param] = form.slices, form.split(held)
+            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from error
+        slices[param] = list(zip(spec.slices, spec.split(entries), strict=True))
     for item in items:
-        if item.param in states:
-            slices, of_slices = states[item.param]
-            item.group, number = group_of[item.param], item.segment or 0
-            item.spec, item.state = slices[number], of_slices[number]
+        if item.param in slices:
+            item.group = group_of[item.param]
+            item.spec, item.state = slices[item.param][item.segment or 0]
     return items
 
 
 def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
-    """Yields an item per parameter. ``masters``: DeepSpeed's flat buffers, saved in place of the model's parameters."""
-    named = parameter_names(model)
-    for param in masters:
-        buffer = shard_of(param)
+    """Yields an item per parameter, without optimizer state.
+
+    ``masters``: DeepSpeed's flat buffers of master weights, saved in place of the model's parameters of their names.
+    """
+    params = parameter_names(model)
+    for master in masters:
+        buffer = shard_of(master)
         assert isinstance(buffer, FlatBuffer)
         for segment in buffer.segments:
-            named.pop(segment.name, None)
-    named.update((f"master {index}", param) for index, param in enumerate(masters))
-    for name, param in named.items():
+            params.pop(segment.name, None)
+    params.update((f"master {index}", master) for index, master in enumerate(masters))
+    for name, param in params.items():
         shard = shard_of(param)
         local = _local(name, "parameter", shard, param)
         if local.shape != shard.local_shape:
@@ -191,13 +195,13 @@ def buffers_of(model: Module) -> list[Item]:
     Raises:
         CheckpointError: a buffer has no memory.
     """
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for prefix, module in canonical_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(buffer, prefix + name)
+                names.setdefault(buffer, prefix + name)
     items = []
-    for buffer, name in found.items():
+    for buffer, name in names.items():
         shard = shard_of(buffer)
         items.append(Item(name, buffer, None, shard, _local(name, "buffer", shard, buffer)))
     return items
@@ -235,7 +239,7 @@ def names_by_group(items: Sequence[Item], count: int) -> list[list[str]]:
     return names
 
 
-def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chunks]:
+def _chunks_by_name(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chunks]:
     """Maps each tensor's name in the checkpoint (weights, buffers, state entries) to this rank's part of it.
 
     A rank whose flat shard of a parameter is empty has no state. Such a rank lists the entries of fresh state, so that
@@ -248,8 +252,8 @@ def _chunks_of(items: Sequence[Item], buffers: Sequence[Item]) -> dict[str, Chun
             check_storage(item.name, f"state {key}", value, CheckpointError)
         if not shard.is_here:
             continue
-        is_empty = isinstance(shard, FlatShard) and shard.partition is not None and shard.numel == 0
+        is_empty = isinstance(shard, FlatShard) and shard.placed_partition is not None and shard.numel == 0
         if spec is not None and is_empty and not state:
-            state = spec.new(_CPU)
+            state = spec.new_state(torch.device("cpu"))
         tensors |= tensors_of(item, item.local, spec, state, to_save=True)
     return tensors

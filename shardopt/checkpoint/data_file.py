@@ -32,7 +32,7 @@ import numpy as np
 from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError, demand
-from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, StoredTensor, unknown_content
+from shardopt.checkpoint.index import MAX_DIMS, Index, StoredFile, StoredTensor, data_file_name, unknown_content
 from shardopt.checkpoint.rectangles import slices
 from shardopt.checkpoint.storage import Folder
 from shardopt.checkpoint.wording import named
@@ -40,8 +40,8 @@ from shardopt.kernels.memory import memoryview_of
 
 T = TypeVar("T")
 
-#: The queue for a job's result (or the error that it raised), and the job.
-_Task = tuple["SimpleQueue[tuple[Any, BaseException | None]]", Callable[[], Any]]
+#: A queue that gets a job's result, or the error that the job raised.
+_Outcome = SimpleQueue[tuple[Any, BaseException | None]]
 
 MAX_BYTES = 1 << 23  # of a chunk: a reader's buffers are this large, whatever a file says
 _HEAD = 16  # bytes of a table before its columns
@@ -58,7 +58,7 @@ class StoredChunk(NamedTuple):
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     position: int  # offset of the first byte in the file
-    bytes: int
+    nbytes: int
     crc32: int
 
 
@@ -81,9 +81,9 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
         end = 0
         for number, offsets, data in parts:
             for corner, extents in _pieces(tuple(data.shape), data.itemsize):
-                inside = tuple(a + b for a, b in zip(offsets, corner, strict=True))
-                chunk = StoredChunk(inside, extents, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
-                end = chunk.position + chunk.bytes
+                in_tensor = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+                chunk = StoredChunk(in_tensor, extents, _aligned(end), math.prod(extents) * data.itemsize, crc32=0)
+                end = chunk.position + chunk.nbytes
                 numbers.append(number)
                 yield partial(_with_checksum, chunk, memoryview_of(data[slices(corner, extents)]))
 
@@ -93,10 +93,10 @@ def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequen
             for chunk, data in checked:
                 write(data, chunk.position)
                 stored.append(chunk)
-        of_chunks = table_of(numbers, stored)
-        begin = _aligned(stored[-1].position + stored[-1].bytes) if stored else 0
-        write(memoryview(of_chunks), begin)
-    return StoredFile(begin, len(of_chunks), zlib.crc32(of_chunks))
+        table = table_of(numbers, stored)
+        table_position = _aligned(stored[-1].position + stored[-1].nbytes) if stored else 0
+        write(memoryview(table), table_position)
+    return StoredFile(table_position, len(table), zlib.crc32(table))
 
 
 def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
@@ -130,37 +130,37 @@ def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> 
     """
     demand(len(data) >= _HEAD, "a table without a head")
     count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
-    length_said = _HEAD + count * (_PER_CHUNK + 16 * dims)
-    demand(dims <= MAX_DIMS and len(data) == length_said, "a table of another length than it says")
-    at = _HEAD
-    position = np.frombuffer(data, "<i8", count, at)
-    tensor = np.frombuffer(data, "<u4", count, at + 8 * count)
-    crc32 = np.frombuffer(data, "<u4", count, at + 12 * count)
-    corners = np.frombuffer(data, "<i8", 2 * count * dims, at + 16 * count).reshape(count, 2, dims)
-    demand(not count or int(tensor.max()) < len(tensors), "a chunk of a tensor that is not in the index")
+    expected_length = _HEAD + count * (_PER_CHUNK + 16 * dims)
+    demand(dims <= MAX_DIMS and len(data) == expected_length, "a table of another length than it says")
+    position = np.frombuffer(data, "<i8", count, _HEAD)
+    number = np.frombuffer(data, "<u4", count, _HEAD + 8 * count)
+    crc32 = np.frombuffer(data, "<u4", count, _HEAD + 12 * count)
+    corners = np.frombuffer(data, "<i8", 2 * count * dims, _HEAD + 16 * count).reshape(count, 2, dims)
+    offsets, extents = corners[:, 0], corners[:, 1]
+    demand(not count or int(number.max()) < len(tensors), "a chunk of a tensor that is not in the index")
     names = list(tensors)
-    used, rows = np.unique(tensor, return_inverse=True)
-    limits = np.ones((len(used), dims), dtype=np.int64)
-    sizes = np.empty(len(used), dtype=np.int64)
-    for row, number in enumerate(used.tolist()):
-        dtype, shape, *_ = tensors[names[number]]
-        demand(len(shape) <= dims, f"a chunk of too few dimensions of {named(names[number])}")
-        limits[row, : len(shape)], sizes[row] = shape, dtype.itemsize
-    low, extents = corners[:, 0], corners[:, 1]
-    within = (low >= 0) & (extents >= 1) & (low <= limits[rows]) & (extents <= limits[rows] - low)
-    demand(bool(within.all()), "a chunk that is empty or beyond its tensor")
-    nbytes = extents.prod(axis=1) * sizes[rows]  # of a tensor within memory, so below 2**63
+    present, row_of_chunk = np.unique(number, return_inverse=True)  # tensors with chunks: a row each in the next arrays
+    shapes = np.ones((len(present), dims), dtype=np.int64)
+    itemsizes = np.empty(len(present), dtype=np.int64)
+    for row, name in enumerate(names[i] for i in present.tolist()):
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        demand(len(shape) <= dims, f"a chunk of too few dimensions of {named(name)}")
+        shapes[row, : len(shape)], itemsizes[row] = shape, dtype.itemsize
+    room = shapes[row_of_chunk] - offsets
+    is_inside = (offsets >= 0) & (extents >= 1) & (room >= 0) & (extents <= room)
+    demand(bool(is_inside.all()), "a chunk that is empty or beyond its tensor")
+    nbytes = extents.prod(axis=1) * itemsizes[row_of_chunk]  # of a tensor within memory, so below 2**63
     demand(bool((nbytes <= MAX_BYTES).all()), f"a chunk of more than {MAX_BYTES} bytes")
     order = np.argsort(position, kind="stable")
-    begin, most = position[order], nbytes[order]
-    within = (begin >= 0) & (most <= length) & (begin <= length - most)  # begin + most may be above 2**63
-    demand(bool(within.all()), "chunks beyond the end of the file")
-    demand(bool((begin[:-1] + most[:-1] <= begin[1:]).all()), "chunks that overlap in the file")
-    chunks: dict[str, list[StoredChunk]] = {names[number]: [] for number in used.tolist()}
-    columns = (tensor, low, extents, position, nbytes, crc32)
-    for number, offsets, shape, at, size, checksum in zip(*(column.tolist() for column in columns), strict=True):
-        dims = len(tensors[names[number]].shape)
-        chunks[names[number]].append(StoredChunk(tuple(offsets[:dims]), tuple(shape[:dims]), at, size, checksum))
+    starts, sizes = position[order], nbytes[order]
+    is_inside = (starts >= 0) & (sizes <= length) & (starts <= length - sizes)  # starts + sizes may be above 2**63
+    demand(bool(is_inside.all()), "chunks beyond the end of the file")
+    demand(bool((starts[:-1] + sizes[:-1] <= starts[1:]).all()), "chunks that overlap in the file")
+    chunks: dict[str, list[StoredChunk]] = {names[i]: [] for i in present.tolist()}
+    columns = [column.tolist() for column in (number, offsets, extents, position, nbytes, crc32)]
+    for i, corner, shape, *location in zip(*columns, strict=True):
+        dims = len(tensors[names[i]].shape)
+        chunks[names[i]].append(StoredChunk(tuple(corner[:dims]), tuple(shape[:dims]), *location))
     return chunks
 
 
@@ -171,8 +171,8 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
         CheckpointError: a file does not exist or has another length.
     """
     for number in numbers:
-        stored, name = index.files[number], index.file_name(number)
-        path = folder.shown(name)
+        stored, name = index.files[number], data_file_name(index.token, number)
+        path = folder.path_of(name)
         if stored is None:
             raise unknown_content(path, "a tensor in a file that is not listed")
         length = stored.data + stored.table
@@ -202,17 +202,19 @@ def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[tuple[int, 
         return
     dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) * itemsize <= MAX_BYTES)
     behind = shape[dim + 1 :]
-    most = MAX_BYTES // (math.prod(behind) * itemsize)
+    most = MAX_BYTES // (math.prod(behind) * itemsize)  # indices of dimension ``dim`` in a chunk
     for before in itertools.product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], most):
             yield (*before, start, *([0] * len(behind))), (*([1] * dim), min(most, shape[dim] - start), *behind)
 
 
 def _with_checksum(chunk: StoredChunk, data: memoryview) -> tuple[StoredChunk, memoryview]:
+    """A chunk with the CRC-32 of its data, and the data; runs in a worker thread."""
     return chunk._replace(crc32=zlib.crc32(data)), data
 
 
 def _aligned(position: int) -> int:
+    """The next position in a file at which a chunk or the table may begin."""
     return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -224,44 +226,45 @@ def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[Iterator[T]]:
     """
     # Not a ThreadPoolExecutor: an asynchronous save could not use it while the interpreter exits, and Ctrl-C in one of
     # its locks would leave the threads waiting. SimpleQueue is C code, which no signal interrupts half-way.
-    todo: SimpleQueue[_Task | None] = SimpleQueue()
-    threads = [Thread(target=_work, args=(todo,), daemon=True, name="shardopt chunks") for _ in range(_THREADS)]
-    pending: deque[SimpleQueue[tuple[Any, BaseException | None]]] = deque()
+    tasks: SimpleQueue[tuple[_Outcome, Callable[[], T]] | None] = SimpleQueue()
+    threads = [Thread(target=_work, args=(tasks,), daemon=True, name="shardopt chunks") for _ in range(_THREADS)]
+    in_flight: deque[_Outcome] = deque()
 
-    def first() -> Any:
-        value, error = pending.popleft().get()
+    def oldest_result() -> Any:
+        value, error = in_flight.popleft().get()
         if error is not None:
             raise error
         return value
 
     def results() -> Iterator[T]:
         for job in jobs:
-            pending.append(SimpleQueue())
-            todo.put((pending[-1], job))
-            if len(pending) == AHEAD:
-                yield first()
-        while pending:
-            yield first()
+            in_flight.append(SimpleQueue())
+            tasks.put((in_flight[-1], job))
+            if len(in_flight) == AHEAD:
+                yield oldest_result()
+        while in_flight:
+            yield oldest_result()
 
     try:
         for thread in threads:
             thread.start()
         yield results()
     finally:
-        with suppress(Empty):  # jobs that no thread has begun
+        with suppress(Empty):  # after an error: drops jobs that no thread has begun
             while True:
-                todo.get_nowait()
+                tasks.get_nowait()
         for _ in threads:
-            todo.put(None)
+            tasks.put(None)
         for thread in threads:
-            if thread.ident is not None:
+            if thread.ident is not None:  # it was started
                 thread.join()
 
 
-def _work(todo: SimpleQueue[_Task | None]) -> None:
-    while (task := todo.get()) is not None:
-        result, job = task
+def _work(tasks: SimpleQueue[tuple[_Outcome, Callable[[], Any]] | None]) -> None:
+    """Runs jobs until None comes, in a worker thread; puts what each returns or raises into its queue."""
+    while (task := tasks.get()) is not None:
+        outcome, job = task
         try:
-            result.put((job(), None))
+            outcome.put((job(), None))
         except BaseException as error:
-            result.put((None, error))
+            outcome.put((None, error))

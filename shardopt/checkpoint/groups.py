@@ -18,7 +18,7 @@ from shardopt.wrapper.optimizer import QuantizedState
 #: Options that a load leaves as the loading optimizer has them, such as ``foreach``, and options of earlier versions,
 #: which are ignored. ``repay`` stays as it is because only some codecs and weight dtypes allow it, and a load may
 #: convert both.
-OF_THE_RUN = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
+RUN_OPTIONS = frozenset(["foreach", "fused", "capturable", "differentiable", "repay", *PLACEMENT, *OPTIONS])
 
 #: Keys of a param group that are not saved. DeepSpeed's ``moe`` and ``name`` say how this run shards experts.
 _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
@@ -26,7 +26,7 @@ _NOT_SAVED = frozenset(["params", "param_names", "moe", "name"])
 SavedGroup = dict[str, Any]
 
 
-def describe(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
+def describe_group(group: Mapping[str, Any], names: Sequence[str]) -> SavedGroup:
     """Describes a param group for the header: its parameters' names, and its options without those JSON cannot hold."""
     options = {}
     for key, value in group.items():
@@ -47,26 +47,27 @@ def _as_json(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
+def merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     """Merges the param groups of ranks with different parameters (pipeline stages, experts) into one list.
 
-    Groups of different ranks become one group if their options are equal, but for those in ``OF_THE_RUN``.
+    Groups of different ranks become one group if their options are equal, but for those in ``RUN_OPTIONS``; if several
+    groups of the first ranks are equal, that of the same index. Groups of the first rank stay apart.
 
     Raises:
         CheckpointError: a parameter has different options on different ranks.
     """
-    groups_of_all: list[dict[str, Any]] = []
-    for rank, groups in enumerate(of_ranks):
+    merged: list[dict[str, Any]] = []
+    for rank, groups in enumerate(groups_of_ranks):
         for index, group in enumerate(groups):
-            candidates = [*groups_of_all[index : index + 1], *groups_of_all] if rank else []
-            same = next((known for known in candidates if _learned(known) == _learned(group)), None)
+            candidates = [*merged[index : index + 1], *merged] if rank else []
+            same = next((other for other in candidates if _hyper_parameters(other) == _hyper_parameters(group)), None)
             names = dict.fromkeys(group["parameters"])
             if same is None:
-                groups_of_all.append({**group, "parameters": names})
+                merged.append({**group, "parameters": names})
             else:
                 same["parameters"] |= names
     seen: set[str] = set()
-    for group in groups_of_all:
+    for group in merged:
         twice = seen & group["parameters"].keys()
         if twice:
             raise CheckpointError(
@@ -74,11 +75,12 @@ def union(of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
                 "hyper-parameters for a parameter everywhere; set them alike on all ranks"
             )
         seen |= group["parameters"].keys()
-    return [{**group, "parameters": list(group["parameters"])} for group in groups_of_all]
+    return [{**group, "parameters": list(group["parameters"])} for group in merged]
 
 
-def _learned(group: SavedGroup) -> dict[str, Any]:
-    return {key: value for key, value in group["options"].items() if key not in OF_THE_RUN}
+def _hyper_parameters(group: SavedGroup) -> dict[str, Any]:
+    """The options on which the training's result depends, which must be equal on all ranks."""
+    return {key: value for key, value in group["options"].items() if key not in RUN_OPTIONS}
 
 
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -91,9 +93,7 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
     Raises:
         CheckpointError: a group's parameters were saved with different options, or one was saved in no group.
     """
-    options: dict[str, dict[str, Any]] = {}
-    for group in saved:
-        options.update(dict.fromkeys(group["parameters"], group["options"]))
+    options = {name: group["options"] for group in saved for name in group["parameters"]}
     by_group = []
     for index, in_group in enumerate(names):
         for name in in_group:
@@ -113,7 +113,7 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
     return by_group
 
 
-def merged(
+def options_after_load(
     optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A param group's options after a load: saved hyper-parameters, but the present codec, block size and the like.
@@ -121,28 +121,24 @@ def merged(
     Raises:
         ValueError: one of the merged options is not allowed.
     """
-    kept = {*STATE_FORMAT, *OF_THE_RUN, *_NOT_SAVED, *optimizer._internals.format}
+    unchanged = {*STATE_FORMAT, *RUN_OPTIONS, *_NOT_SAVED, *optimizer._internals.format}
     if saved.get("master_weight_bits") != group.get("master_weight_bits"):
-        kept.add("stochastic_rounding")  # depends on the weights' format, which differs
-    taken = {key: value for key, value in saved.items() if key not in kept}
+        unchanged.add("stochastic_rounding")  # depends on the weights' format, which differs
+    taken = {key: value for key, value in saved.items() if key not in unchanged}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple | None):
-            taken[key] = tuple(value)
+            taken[key] = tuple(value)  # JSON has lists only
     check_options({**DEFAULTS, **group, **taken})
     optimizer.check_group({**group, **taken})
-    for key, value in taken.items():
+    for key, value in taken.items():  # an option that is a tensor, such as lr for CUDA graphs, was saved as a number
         present = group.get(key)
-        if (
-            isinstance(present, Tensor)
-            and present.numel() == 1
-            and isinstance(value, float | int)
-            and abs(value) <= LARGEST
-        ):
+        is_number = isinstance(value, float | int) and abs(value) <= LARGEST
+        if is_number and isinstance(present, Tensor) and present.numel() == 1:
             taken[key] = present.new_tensor(value).reshape(present.shape)
     return {**group, **taken}
 
 
-def apply(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
+def set_options(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:
     """Sets a param group's options in place. Copies into tensors, as CUDA graphs may have captured their addresses."""
     for key in dropped:
         group.pop(key, None)

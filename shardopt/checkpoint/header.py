@@ -23,7 +23,7 @@ _KEY = re.compile(r"\$+numberDouble")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def dumped(header: Any) -> str:
+def to_json(header: Any) -> str:
     """Encodes a header as JSON, with infinities and NaN as objects.
 
     Raises:
@@ -39,8 +39,8 @@ def dumped(header: Any) -> str:
         ) from error
 
 
-def loaded(text: str | bytes) -> Any:
-    """Decodes JSON in which infinities and NaN are objects, as :func:`dumped` writes them.
+def from_json(text: str | bytes) -> Any:
+    """Decodes JSON in which infinities and NaN are objects, as :func:`to_json` writes them.
 
     Raises:
         ValueError: the text is not JSON.
@@ -50,6 +50,7 @@ def loaded(text: str | bytes) -> Any:
 
 
 def _encoded(value: Any, name: str, depth: int) -> Any:
+    """A value with objects in place of infinities and NaN; ``name``: its place in the header, ``depth`` levels down."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"$numberDouble": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if not isinstance(value, dict | list | tuple):
@@ -74,12 +75,13 @@ def _encoded(value: Any, name: str, depth: int) -> Any:
     return encoded
 
 
-def _decoded(decoded: dict[str, Any]) -> Any:
-    if len(decoded) != 1:
-        return decoded
-    [(key, value)] = decoded.items()
+def _decoded(parsed: dict[str, Any]) -> Any:
+    """The number or dict that a JSON object stands for: the inverse of :func:`_encoded`, for one object."""
+    if len(parsed) != 1:
+        return parsed
+    [(key, value)] = parsed.items()
     if not _KEY.fullmatch(key):
-        return decoded
+        return parsed
     if key.startswith("$$"):
         return {key[1:]: value}
-    return _NUMBERS.get(value, decoded) if isinstance(value, str) else decoded
+    return _NUMBERS.get(value, parsed) if isinstance(value, str) else parsed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,17 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.checkpoint.groups import merged
-from shardopt.checkpoint.peers import package_of
-from shardopt.checkpoint.peers.base import DERIVED, CodedMoment, Peer, are_floats, is_dense
-from shardopt.checkpoint.wording import few, kind_of, line, named, shown
+from shardopt.checkpoint.groups import options_after_load
+from shardopt.checkpoint.peers import DERIVED, CodedMoment, Peer, are_floats, is_dense, package_of
+from shardopt.checkpoint.wording import few, kind_of, named, one_line, shown
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, loading_groups, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, loading_ranks, reorder_groups
 from shardopt.state.encoding import encode_loaded
 from shardopt.state.loaded_entries import check_moment, checked_step
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import DEFAULTS
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -63,19 +61,39 @@ class ImportReport:
         return "\n".join(lines)
 
 
-#: A param group of the other optimizer: its options, and for each parameter the name and the state (may be empty).
-_SavedGroup = tuple[Mapping[str, Any], list[tuple[str, Mapping[str, Any]]]]
-
 _MOST_CHARACTERS = 800  # characters of an error's text
 
 
-class _Found(NamedTuple):
+class _SavedGroup(NamedTuple):
+    """A param group of the other optimizer: its options, and each parameter's name and state, which may be empty."""
+
+    options: Mapping[str, Any]
+    states: list[tuple[str, Mapping[str, Any]]]
+
+
+class _SavedState(NamedTuple):
     """One parameter's state as it was read: its moments and step, and the format ``spec`` to convert it to."""
 
     name: str
     spec: TensorSpec
     moments: Mapping[str, Tensor | CodedMoment]
     step: float
+
+
+class _Source(NamedTuple):
+    """The state to import, read and validated.
+
+    Attributes:
+        package: the name of the package that it is from.
+        groups: the new param groups, in the form of a state dict.
+        states: the state of each parameter that has some, by the parameter's number in these groups.
+        ignored: descriptions of the entries and hyper-parameters that are left out.
+    """
+
+    package: str
+    groups: list[dict[str, Any]]
+    states: dict[int, _SavedState]
+    ignored: list[str]
 
 
 @without_autograd
@@ -121,55 +139,40 @@ def import_state(
             "got flat parameters, as those of FullyShardedDataParallel, expected whole ones or DTensors; do this with "
             "an optimizer of the bare model, and go on from there with shardopt.checkpoint.save and load"
         )
-    package, groups, imported, ignored = all_or_none(
-        loading_groups(params),
-        lambda: _read(optimizer, state_dict, {id(param): name for name, param in (names or {}).items()}),
-    )
+    names_by_id = {id(param): name for name, param in (names or {}).items()}
+
+    def read() -> _Source:
+        try:
+            with as_value_error("the state dict"):
+                return _read(optimizer, state_dict, names_by_id)
+        except ValueError as error:
+            raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
+
+    source = all_or_none(loading_ranks(params), read)
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
-    for index, (name, spec, moments, step) in imported.items():
+    for number, (name, spec, moments, step) in source.states.items():
         entries, parameters[name] = _converted(spec, moments, name)
-        of_rows = spec.entries.get(ROW_MOMENTS)  # state that no other package has: begins with zeros
-        if of_rows is not None:
-            entries[ROW_MOMENTS] = spec.like(ROW_MOMENTS, of_rows.new(torch.device("cpu")))
-        state[index] = {**entries, "step": step}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    return ImportReport(package, parameters, tuple(ignored))
+        row_moments = spec.entries.get(ROW_MOMENTS)  # state that no other package has: begins with zeros
+        if row_moments is not None:
+            entries[ROW_MOMENTS] = spec.wrap_local(ROW_MOMENTS, row_moments.allocate(torch.device("cpu")))
+        state[number] = {**entries, "step": step}
+    optimizer.load_state_dict({"state": state, "param_groups": source.groups})
+    return ImportReport(source.package, parameters, tuple(source.ignored))
 
 
-@contextmanager
-def _in_one_line() -> Iterator[None]:
-    """Turns errors inside the block, except lack of memory, into a ValueError of one line."""
-    try:
-        with reading("the state dict"):
-            yield
-    except ValueError as error:
-        raise ValueError(line(error, _MOST_CHARACTERS)) from error
-
-
-@_in_one_line()
-def _read(
-    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]
-) -> tuple[str, list[dict[str, Any]], dict[int, _Found], list[str]]:
-    """Reads and validates the state to import, without collectives; ``names`` has names by the parameters' ids.
-
-    Returns:
-        The package's name, the new param groups in the form of a state dict, the state of each parameter that has some
-        by its number in these groups, and descriptions of the entries and hyper-parameters that are left out.
-    """
-    sources = _sources(optimizer, state_dict, names)
-    states = [state for _, of_group in sources for _, state in of_group if state]
-    peer = package_of(states)
-    groups: list[dict[str, Any]] = []
-    imported: dict[int, _Found] = {}
-    ignored: list[str] = []
-    first = 0
-    for index, (group, (saved, of_group)) in enumerate(zip(optimizer.param_groups, sources, strict=True)):
-        taken, left_out = _taken_hyper(optimizer, group, saved, peer)
-        ignored += [f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items()]
-        numbers = range(first, first + len(of_group))
-        first = numbers.stop
-        groups.append({**taken, "params": [*numbers]})
+def _read(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> _Source:
+    """Reads and validates the state to import, without collectives; ``names`` has names by the parameters' ids."""
+    saved_groups = _matched_groups(optimizer, state_dict, names)
+    peer = package_of([state for group in saved_groups for _, state in group.states if state])
+    source = _Source(peer.name, [], {}, [])
+    count = 0  # parameters in the groups before
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        options, left_out = _divided_options(optimizer, group, saved.options, peer)
+        source.ignored.extend(f"{named(key)}={shown(value)} of param group {index}" for key, value in left_out.items())
+        numbers = range(count, count + len(saved.states))
+        count = numbers.stop
+        source.groups.append({**options, "params": [*numbers]})
         rule = optimizer.rule(group)
         if any(moment.name == "exp_avg" and moment.own_units for moment in rule.moments):
             raise ValueError(
@@ -177,11 +180,11 @@ def _read(
                 f"as {rule.name} keeps it; begin with new state"
             )
         expected = [moment.name for moment in rule.moments]
-        for number, param, (name, state) in zip(numbers, group["params"], of_group, strict=True):
+        for number, param, (name, state) in zip(numbers, group["params"], saved.states, strict=True):
             if not state:
                 continue
-            entries = peer.read(state, saved, rule.moments, name)
-            if (got := entries.keys() - {"step", *DERIVED, *peer.extra}) != set(expected):
+            entries = peer.read(state, saved.options, rule.moments, name)
+            if (got := entries.keys() - {"step", *DERIVED, *peer.ignored}) != set(expected):
                 raise ValueError(
                     f"{name}: got state with {few(got) or 'no moments'}, expected {', '.join(expected) or 'none'}; "
                     "choose the optimizer of the same kind"
@@ -189,34 +192,38 @@ def _read(
             spec = tensor_spec_of(param, group, rule.moments)
             moments = {key: entries[key] for key in expected}
             _check_moments(spec, param, moments, name)
-            imported[number] = _Found(name, spec, moments, checked_step(entries, name))
-            ignored += [f"{key} of {name}" for key in sorted(peer.extra & entries.keys())]
-    return peer.name, groups, imported, ignored
+            source.states[number] = _SavedState(name, spec, moments, checked_step(entries, name))
+            source.ignored.extend(f"{key} of {name}" for key in sorted(peer.ignored & entries.keys()))
+    return source
 
 
-def _sources(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]) -> list[_SavedGroup]:
-    """Matches a state dict's param groups and states to the optimizer's: the same groups and order of parameters.
+def _matched_groups(
+    optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], names: Mapping[int, str]
+) -> list[_SavedGroup]:
+    """A state dict's param groups, with each parameter's state, in the order of the optimizer's groups and parameters.
 
-    The state of a parameter without state is an empty dict.
+    Parameters are matched by name if the state dict has names in place of numbers, and ``names`` has theirs.
     """
     groups = optimizer.param_groups
-    saved, states = _containers(state_dict)
-    are_named = names and any(isinstance(key, str) for group in saved for key in group["params"])
-    ours = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
-    sources: list[_SavedGroup] = []
-    for index, (saved_group, group) in enumerate(zip(by_name(saved, ours), groups, strict=True)):
-        listed = [names.get(id(param)) or listed_name(group, index, at) for at, param in enumerate(group["params"])]
-        keys = listed if are_named else saved_group["params"]
-        if set(keys) != set(saved_group["params"]):
+    saved_groups, states = _containers(state_dict)
+    has_names = any(isinstance(key, str) for group in saved_groups for key in group["params"])
+    present = [{"param_names": [names.get(id(param)) for param in group["params"]], **group} for group in groups]
+    matched: list[_SavedGroup] = []
+    for index, (saved, group) in enumerate(zip(reorder_groups(saved_groups, present), groups, strict=True)):
+        listed = [names.get(id(param)) or param_name(group, index, at) for at, param in enumerate(group["params"])]
+        keys = listed if names and has_names else saved["params"]
+        if set(keys) != set(saved["params"]):
             raise ValueError(
-                f"param group {index}: got a state dict of {few(saved_group['params'])}, expected {few(listed)}; make "
+                f"param group {index}: got a state dict of {few(saved['params'])}, expected {few(listed)}; make "
                 "the optimizer with the same param groups, of the same model"
             )
-        entries = [checked_entries(states.get(key), name) or {} for key, name in zip(keys, listed, strict=True)]
-        present = [{k: v for k, v in of_param.items() if v is not None} for of_param in entries]
-        options = {key: value for key, value in saved_group.items() if key not in ("params", "param_names")}
-        sources.append((options, list(zip(listed, present, strict=True))))
-    return sources
+        options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+        matched.append(_SavedGroup(options, []))
+        for key, name in zip(keys, listed, strict=True):
+            entries = checked_entries(states.get(key), name) or {}
+            state = {entry: value for entry, value in entries.items() if value is not None}
+            matched[-1].states.append((name, state))
+    return matched
 
 
 def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
@@ -233,31 +240,30 @@ def _containers(state_dict: Any) -> tuple[Sequence[Mapping[str, Any]], Mapping[A
     return checked_containers(state_dict)
 
 
-def _taken_hyper(
+def _divided_options(
     optimizer: ShardedOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any], peer: Peer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divides a saved group's hyper-parameters into those that the optimizer takes over and those it does not have."""
     rule = optimizer.rule(group)
-    names = [moment.name for moment in rule.moments]
     hyper = {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in peer.hyper(saved, names).items()
+        for key, value in peer.hyper_parameters(saved, [moment.name for moment in rule.moments]).items()
     }
     if "initial_lr" in hyper:  # of a learning-rate schedule: the optimizer does not check it
         hyper["initial_lr"] = float(hyper["initial_lr"])
     usable = (group.keys() - DEFAULTS.keys() - {"params", "param_names"}) | {"maximize", "initial_lr"}
-    kept = merged(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
-    taken = {key: kept[key] for key in hyper if key in usable}
-    optimizer.check_group({**hyper, **kept})
-    if optimizer.rule(kept).moments != rule.moments:
+    new = options_after_load(optimizer, group, {key: value for key, value in hyper.items() if key in usable})
+    taken = {key: new[key] for key in hyper if key in usable}
+    optimizer.check_group({**hyper, **new})  # also what is not taken: the rule refuses options of other updates
+    if optimizer.rule(new).moments != rule.moments:
         changed = {key: value for key, value in taken.items() if group.get(key) != value}
         raise ValueError(
             f"got {changed}, which make the optimizer keep "
-            f"{', '.join(m.name for m in optimizer.rule(kept).moments) or 'no moments'}, expected "
+            f"{', '.join(m.name for m in optimizer.rule(new).moments) or 'no moments'}, expected "
             f"{', '.join(m.name for m in rule.moments) or 'none'}; make the optimizer with such hyper-parameters"
         )
-    used = {*taken, "decoupled_weight_decay"}  # the latter is checked by check_group
-    left_out = {k: v for k, v in hyper.items() if k not in used and v is not None and v is not False}
+    known = {*taken, "decoupled_weight_decay"}  # the latter is checked by check_group
+    left_out = {k: v for k, v in hyper.items() if k not in known and v is not None and v is not False}
     return taken, left_out
 
 
@@ -265,9 +271,9 @@ def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor
     """Checks that moments are whole tensors or, in float, DTensors sharded as the parameter is; checks float values."""
     for moment in spec.moments:
         key, value = moment.name, moments[moment.name]
-        coded = isinstance(value, CodedMoment)
+        is_coded = isinstance(value, CodedMoment)
         tensor = value.codes if isinstance(value, CodedMoment) else value
-        if not (is_dense(tensor) if coded else are_floats(tensor)):
+        if not (is_dense(tensor) if is_coded else are_floats(tensor)):
             raise ValueError(f"{name}: got {key} as {kind_of(tensor)}, expected a dense tensor of floats")
         if tuple(tensor.shape) != spec.shard.global_shape:
             raise ValueError(
@@ -275,53 +281,55 @@ def _check_moments(spec: TensorSpec, param: Tensor, moments: Mapping[str, Tensor
                 "optimizer the parameters of the saved run, in its order"
             )
         if isinstance(tensor, DTensor):
-            plain = not coded and type(tensor.to_local()) is Tensor
-            if not (plain and isinstance(param, DTensor) and _placed(tensor) == _placed(param)):
+            is_plain = not is_coded and type(tensor.to_local()) is Tensor
+            if not (is_plain and isinstance(param, DTensor) and _sharding(tensor) == _sharding(param)):
                 raise ValueError(
-                    f"{name}: got {key} as a DTensor on {_placed(tensor)}, expected whole tensors, or float moments "
+                    f"{name}: got {key} as a DTensor on {_sharding(tensor)}, expected whole tensors, or float moments "
                     "sharded as the parameter is; gather them with StateDictOptions(full_state_dict=True)"
                 )
-        if not coded:
+        if not is_coded:
             check_moment(tensor.to_local() if isinstance(tensor, DTensor) else tensor, key, name, signed=moment.signed)
 
 
-def _placed(tensor: DTensor) -> tuple[Any, ...]:
+def _sharding(tensor: DTensor) -> tuple[Any, ...]:
+    """The device mesh and the placements."""
     return tensor.device_mesh, tensor.placements
 
 
 def _converted(spec: TensorSpec, moments: Mapping[str, Tensor | CodedMoment], name: str) -> tuple[StateDict, Outcome]:
     """Converts a parameter's moments to the optimizer's state entries; also returns how exact the conversion was.
 
-    Raises:
-        ValueError: decoded moments are not finite, or negative for a moment that has no sign; raised on all ranks, as
-            all have the same codes.
+    Raises a ValueError if decoded moments are out of range: on all ranks, as all have the same codes.
     """
-    first = spec.slices[0]
-    coded = {key: found for key, found in moments.items() if isinstance(found, CodedMoment)}
-    if len(coded) == len(moments) and all(coded[m.name].is_of(m.codec(first.codec), first.grid) for m in spec.moments):
+    slice_ = spec.slices[0]  # the only one: parameters are not flat
+    grid = slice_.grid
+    coded = {key: value for key, value in moments.items() if isinstance(value, CodedMoment)}
+    if len(coded) == len(moments) and all(coded[m.name].is_same_as(m.codec(slice_.codec), grid) for m in spec.moments):
         state: StateDict = {}
         for moment in spec.moments:
-            codes, scales, found = first.codes_name(moment), first.scales_name(moment), coded[moment.name]
-            state[codes] = _own(spec, codes, found.codes)
-            state[scales] = _own(spec, scales, found.scales.reshape(first.grid.rows, first.grid.blocks_per_row))
+            codes_key, scales_key, source = slice_.codes_name(moment), slice_.scales_name(moment), coded[moment.name]
+            scales = source.scales.reshape(grid.rows, grid.blocks_per_row)
+            state[codes_key] = _local_entry(spec, codes_key, source.codes)
+            state[scales_key] = _local_entry(spec, scales_key, scales)
         return state, "exact"
-    values: dict[str, Tensor] = {}
+    floats: dict[str, Tensor] = {}
     for moment in spec.moments:
         value = moments[moment.name]
         if isinstance(value, CodedMoment):
-            value = value.values()
+            value = value.decoded()
             check_moment(value, moment.name, name, signed=moment.signed)
-        values[moment.name] = value if isinstance(value, DTensor) else _own(spec, moment.name, value.float())
-    (encoded,) = encode_loaded([spec], [values], [name], ())
-    if first.codec.name != "fp32":
+        is_local = isinstance(value, DTensor)  # sharded as the parameter is
+        floats[moment.name] = value if is_local else _local_entry(spec, moment.name, value.float())
+    (encoded,) = encode_loaded([spec], [floats], [name], ())
+    if slice_.codec.name != "fp32":
         return dict(encoded or {}), "requantized" if coded else "quantized"
     return dict(encoded or {}), "as float32" if coded else "exact"
 
 
-def _own(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
+def _local_entry(spec: TensorSpec, key: str, whole: Tensor) -> Tensor:
     """Cuts this rank's part from a whole tensor, and makes it the state entry ``key``, sharded as the parameter is."""
     grid = spec.slices[0].grid_of(key)
     part = (spec.shard if grid is None else spec.shard.scales(grid)).part(whole).contiguous()
     if part.untyped_storage().nbytes() > part.nbytes:  # a state entry must not keep the memory of the whole tensor
         part = part.clone()
-    return spec.like(key, part)
+    return spec.wrap_local(key, part)

@@ -43,11 +43,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, demand
-from shardopt.checkpoint.header import dumped, loaded
-from shardopt.checkpoint.rectangles import fills
+from shardopt.checkpoint.header import from_json, to_json
+from shardopt.checkpoint.rectangles import common_part, fills, holders_of
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
 from shardopt.checkpoint.wording import named, shown
-from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition, overlap
+from shardopt.layout.partition import Cut, GridPartition, Part, Partition, RangePartition
 
 INDEX_NAME = "checkpoint.json"
 FORMAT = "shardopt"
@@ -101,8 +101,8 @@ class StoredTensor(NamedTuple):
         if 0 in part[1]:
             return []
         if self.partition is not None:
-            return [self.start + offset for offset in self.partition.holders(self.shape, part)]
-        return sorted({file for file, other in self.parts if overlap(part, other)})
+            return [self.start + offset for offset in holders_of(self.partition, self.shape, part)]
+        return sorted({file for file, other in self.parts if common_part(part, other) is not None})
 
 
 class Index(NamedTuple):
@@ -123,14 +123,10 @@ class Index(NamedTuple):
     tensors: dict[str, StoredTensor]
     crc32: int = 0
 
-    def file_name(self, number: int) -> str:
-        """The name of the data file with this number."""
-        return data_file_name(self.token, number)
-
     @property
     def file_names(self) -> list[str]:
         """The names of all data files."""
-        return [self.file_name(number) for number, stored in enumerate(self.files) if stored is not None]
+        return [data_file_name(self.token, number) for number, file in enumerate(self.files) if file is not None]
 
 
 def data_file_name(token: str, number: int) -> str:
@@ -153,7 +149,7 @@ def load_index(folder: Folder) -> Index:
     Raises:
         CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of another format version.
     """
-    path = folder.shown(INDEX_NAME)
+    path = folder.path_of(INDEX_NAME)
     try:
         text = folder.read(INDEX_NAME)
     except OSError as error:
@@ -173,18 +169,16 @@ def load_index(folder: Folder) -> Index:
         listed: Any = content.get("files")
         demand(isinstance(listed, list), "files that are no list")
         files = [
-            None if each is None else StoredFile(*_sizes(each, f"file {number}", 3))
-            for number, each in enumerate(listed)
+            None if fields is None else StoredFile(*_sizes(fields, f"file {number}", 3))
+            for number, fields in enumerate(listed)
         ]
-        tensors = {
-            name: tensor_from_json(name, stored, len(files))
-            for name, stored in sorted(_mapping(content, "tensors").items())
-        }
+        entries = _mapping(content, "tensors")
+        tensors = {name: tensor_from_json(name, entries[name], len(files)) for name in sorted(entries)}
         for name, tensor in tensors.items():
             if tensor.partition is None:
                 is_filled = fills(tensor.shape, [part for _, part in tensor.parts])
                 demand(is_filled, f"parts that do not fill {named(name)} {shown(tensor.shape)}")
-        nbytes = sum(stored.data for stored in files if stored is not None)
+        nbytes = sum(file.data for file in files if file is not None)
         is_enough = sum(tensor.nbytes for tensor in tensors.values()) <= nbytes  # so that no shape asks for more memory
         demand(is_enough, "tensors of more bytes than the data files have")
         return Index(_checked_header(content), token, files, tensors, crc32)
@@ -196,14 +190,14 @@ def dump_index(index: Index) -> bytes:
     """Encodes an index as the bytes of ``checkpoint.json``, with its checksum.
 
     Raises:
-        TypeError: see :func:`shardopt.checkpoint.header.dumped`.
+        TypeError: see :func:`shardopt.checkpoint.header.to_json`.
     """
     tensors = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(tensor_to_json(tensor))}" for name, tensor in index.tensors.items()
     )
     text = (
         f'{{"format": {json.dumps(FORMAT)}, "format_version": {FORMAT_VERSION},\n'
-        f'"header": {dumped(index.header)},\n'
+        f'"header": {to_json(index.header)},\n'
         f'"token": {json.dumps(index.token)},\n'
         f'"files": {json.dumps(index.files)},\n'
         f'"tensors": {{\n{tensors}}}'
@@ -218,10 +212,15 @@ def is_own_name(name: str) -> bool:
 
 def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     """Encodes a tensor's entry in the index, as this module's docstring describes it."""
-    entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
-    if tensor.partition is None:
+    entry: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+    partition = tensor.partition
+    if partition is None:
         return {**entry, "parts": [[file, *part] for file, part in tensor.parts]}
-    return {**entry, "start": tensor.start, **partition_to_json(tensor.partition)}
+    entry["start"] = tensor.start
+    if isinstance(partition, GridPartition):
+        return {**entry, "cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
+    numbers = list(partition[:-1])
+    return {**entry, "range": numbers if partition.block is None else [*numbers, list(partition.block)]}
 
 
 def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
@@ -230,23 +229,21 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
     Raises:
         InvalidError: the entry is malformed, or names a data file that the index does not have.
     """
-    demand(isinstance(stored, dict), f"tensor {named(name)}")
-    how = stored.keys() - {"dtype", "shape"}
-    demand(
-        len(stored) == len(how) + 2 and how in ({"start", "cuts"}, {"start", "range"}, {"parts"}),
-        f"tensor {named(name)}",
-    )
+    forms = [{"dtype", "shape", *keys} for keys in (("start", "cuts"), ("start", "range"), ("parts",))]
+    demand(isinstance(stored, dict) and stored.keys() in forms, f"tensor {named(name)}")
     dtype: Any = _DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
     demand(dtype is not None, f"a dtype of {named(name)}")
     shape = _sizes(stored["shape"], name)
     demand(math.prod(max(extent, 1) for extent in shape) * dtype.itemsize < 2**63, f"a shape of {named(name)}")
     if "parts" not in stored:
         start = _size(stored["start"], name)
-        most = sys.maxsize if 0 in shape else files - start  # nobody looks for elements of an empty tensor
+        files_from_start = sys.maxsize if 0 in shape else files - start  # no file has elements of an empty tensor
         try:
-            return StoredTensor(dtype, shape, start, partition_from_json(stored, shape, most))
+            partition = partition_from_json(stored, shape)
+            _check_files(partition, files_from_start)
         except InvalidError as error:
             raise InvalidError(f"{error} of {named(name)} {shown(shape)}") from None
+        return StoredTensor(dtype, shape, start, partition)
     demand(isinstance(stored["parts"], list), f"parts of {named(name)}")
     parts = []
     for part in stored["parts"]:
@@ -257,38 +254,22 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
     return StoredTensor(dtype, shape, parts=tuple(parts))
 
 
-def partition_to_json(partition: Partition) -> dict[str, Any]:
-    """Encodes a partition as ``cuts`` or ``range``, as this module's docstring describes them."""
-    if isinstance(partition, GridPartition):
-        return {"cuts": [[cut.dim, cut.ways, cut.stride] for cut in partition.cuts]}
-    numbers = list(partition[:-1])
-    return {"range": numbers if partition.block is None else [*numbers, list(partition.block)]}
-
-
-def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...], files: int) -> Partition:
-    """Decodes the partition in a tensor's entry, ``cuts`` or ``range``; see this module's docstring.
-
-    Args:
-        stored: the tensor's entry in the index.
-        shape: the tensor's global shape.
-        files: how many data files there are from the one with the first part on.
+def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...]) -> Partition:
+    """Decodes the partition, ``cuts`` or ``range``, in the entry of a tensor of this global shape; see above.
 
     Raises:
-        InvalidError: the object is malformed, or names a data file that the checkpoint does not have.
+        InvalidError: the entry is malformed.
     """
     if "cuts" in stored:
         demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]
         for cut in cuts:
             demand(cut.dim < len(shape) and cut.ways > 0 and cut.stride > 0, "a cut of no dimension, or into no parts")
-        partition = GridPartition(tuple(cuts))
-        _check_files(list(partition.strides), files)
-        return partition
+        return GridPartition(tuple(cuts))
     values: Any = stored.get("range")
     demand(isinstance(values, list) and len(values) in (5, 6), "a range that is no list of five or six values")
     ways, stride, first, size, dims = _sizes(values[:5], "a range", 5)
     demand(ways > 0 and stride > 0 and size > 0 and dims <= len(shape), "a range of no elements")
-    _check_files([(ways, stride)], files)
     block, numel = None, math.prod(shape[:dims])
     if len(values) == 6:
         row_numel, block_size = _sizes(values[5], "a block", 2)
@@ -309,7 +290,7 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
     last_line = _LAST_LINE.search(text)
     if last_line is not None and zlib.crc32(text[: last_line.start()]) == int(last_line[1], 16):
         try:
-            content = loaded(text)
+            content = from_json(text)
         except (ValueError, RecursionError) as error:
             raise unknown_content(path, type(error).__name__) from None
         if isinstance(content, dict) and content.get("format") == FORMAT:
@@ -323,7 +304,8 @@ def _verified(path: str, text: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _why_unreadable(folder: Folder, error: OSError) -> str:
-    path = folder.shown(INDEX_NAME)
+    """The message of an error for a folder whose index cannot be read: what is in the folder instead."""
+    path = folder.path_of(INDEX_NAME)
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
     names = folder.names()
@@ -346,13 +328,14 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
 
 
 def _mapping(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the object ``key`` of another; raises an InvalidError if it is missing, or is no object."""
     value: Any = parent.get(key)
     demand(isinstance(value, dict), f"{key} that is no object")
     return value  # type: ignore[no-any-return]
 
 
 def _size(value: Any, of: str) -> int:
-    """Returns a number from the index, such as a size, if it is a whole number from 0 to 2**63 - 1; else raises."""
+    """Returns a number from the index, such as a size; raises an InvalidError if it is none from 0 to 2**63 - 1."""
     is_size = type(value) is int and 0 <= value < 2**63
     demand(is_size, f"a size of {named(of)} that is no whole number from 0 to 2**63 - 1")
     return value  # type: ignore[no-any-return]
@@ -365,14 +348,15 @@ def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
     return tuple(_size(each, of) for each in value)
 
 
-def _check_files(strides: list[tuple[int, int]], files: int) -> None:
-    """Checks that the index has the files of all parts: ``strides`` has ways and stride of each cut of a partition."""
-    last = sum((ways - 1) * stride for ways, stride in strides)
+def _check_files(partition: Partition, files: int) -> None:
+    """Checks that there is a file for each part of a partition; ``files``: how many there are from its first one on."""
+    last = sum((ways - 1) * stride for ways, stride in partition.strides)
     demand(last < max(files, 0), "parts in files that are not listed")
-    demand(math.prod(ways for ways, _ in strides) <= files, "more parts than files")
+    demand(math.prod(ways for ways, _ in partition.strides) <= files, "more parts than files")
 
 
 def _checked_header(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the header in an index's content; raises an InvalidError if a field has another form than described."""
     header = _mapping(content, "header")
     demand(isinstance(header.get("extra", {}), dict), "extra that is no object")
     aliases = _mapping({"aliases": {}, **header}, "aliases")

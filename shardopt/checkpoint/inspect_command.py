@@ -37,10 +37,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command: prints the summary, then the damage if there is any, and returns the exit status."""
     try:
         folder = folder_at(args.path)
         index = load_index(folder)
-        print(_text(folder, index))
+        print(_summary(folder, index))
         if not args.index_only:  # chunk by chunk: memory does not grow with the checkpoint
             empty = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in index.tensors.values())
             read_tensors(folder, index, dict(zip(index.tensors, map(Chunks.whole, empty), strict=True)))
@@ -53,7 +54,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(folder: Folder, index: Index) -> str:
+def _summary(folder: Folder, index: Index) -> str:
+    """The totals of a checkpoint, and tables of its kinds of bytes, param groups, and parameters and buffers."""
     header, tensors = index.header, index.tensors
     groups = header.get("param_groups", [])
     codec_of = {name: str(group["options"].get("codec")) for group in groups for name in group["parameters"]}
@@ -66,11 +68,12 @@ def _text(folder: Folder, index: Index) -> str:
     rows, totals, numel = [], Counter(dict.fromkeys(_KINDS, 0)), 0
     for name, state in states.items():
         weights = tensors.get(f"model.{name}")
-        shape, nbytes = _shape(weights, state), _nbytes(weights, state)
+        shape, nbytes = _shape(weights, state), _bytes_by_kind(weights, state)
         totals.update(nbytes)
         numel += math.prod(shape)
-        rows.append([name, " x ".join(map(str, shape)) or "scalar", *_described(weights, state, codec_of.get(name))])
-        rows[-1].append(f"{(nbytes.total() - nbytes['weights']) / max(math.prod(shape), 1):.3f}" if state else "")
+        state_bytes = f"{(nbytes.total() - nbytes['weights']) / max(math.prod(shape), 1):.3f}" if state else ""
+        formats = _formats(weights, state, codec_of.get(name))
+        rows.append([name, " x ".join(map(str, shape)) or "scalar", *formats, state_bytes])
     size = sum(each.data + each.table for each in index.files if each is not None)
     options = [
         [str(number), f"{len(group['parameters']):,}", *(str(group["options"].get(key)) for key in _SHOWN_OPTIONS)]
@@ -97,7 +100,8 @@ def _shape(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> t
     return weights.shape if weights is not None else next(whole, ())
 
 
-def _nbytes(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> Counter[str]:
+def _bytes_by_kind(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> Counter[str]:
+    """The bytes of a parameter and its state, by the names in ``_KINDS``."""
     nbytes = Counter({"weights": 0 if weights is None else weights.nbytes})
     for key, entry in state.items():
         kind = "codes" if key.endswith("_codes") else "scales" if key.endswith("_scales") else "moments"
@@ -105,11 +109,11 @@ def _nbytes(weights: StoredTensor | None, state: Mapping[str, StoredTensor]) -> 
     return nbytes
 
 
-def _described(weights: StoredTensor | None, state: Mapping[str, StoredTensor], codec: str | None) -> list[str]:
+def _formats(weights: StoredTensor | None, state: Mapping[str, StoredTensor], codec: str | None) -> list[str]:
     """Table cells: the weights' dtype, and the state's codec ("fp32" if the parameter was too small to quantize)."""
-    in_codes = codec == "bf16" or any(key.endswith("_codes") for key in state)
+    is_coded = codec == "bf16" or any(key.endswith("_codes") for key in state)  # bf16 has no scales, and one entry
     dtype = "" if weights is None else str(weights.dtype).removeprefix("torch.")
-    return [dtype, "" if not state else str(codec) if in_codes else "fp32"]
+    return [dtype, "" if not state else str(codec) if is_coded else "fp32"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

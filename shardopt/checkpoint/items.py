@@ -1,22 +1,23 @@
 """Describes one rank's shards of parameters, buffers and optimizer state, as rectangles of global tensors.
 
-An :class:`Item` is a parameter or buffer with its optimizer state, under its name in the unwrapped model. In the
-checkpoint, the item is several tensors (the weights, and each state entry), each described by a :class:`Chunks`.
+An :class:`Item` is a parameter or buffer with its optimizer state, under its name in the unwrapped model; a
+:class:`LoadedItem` is what a load reads for it. In the checkpoint, the item is several tensors (the weights, and each
+state entry), each described by a :class:`Chunks`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.kernels.weights import WeightFormat
-from shardopt.layout import WHOLE, BlockGrid, FlatShard, Placed, RangePartition, Shard
-from shardopt.layout.partition import rectangles_of_range
+from shardopt.layout import WHOLE, BlockGrid, FlatRange, PlacedPartition, RangePartition, Shard
+from shardopt.layout.partition import Part, rectangles_of_range
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 
 
@@ -39,26 +40,24 @@ class Chunks:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: dict[tuple[int, ...], Tensor]
-    placed: Placed | None
+    placed: PlacedPartition | None
 
     @classmethod
-    def whole(cls, tensor: Tensor, placed: Placed = WHOLE) -> Chunks:
+    def whole(cls, tensor: Tensor, placed: PlacedPartition = WHOLE) -> Chunks:
         """Chunks of a tensor that each rank holds in full; ``placed`` says which rank saves it, by default any one."""
-        is_own = tensor.numel() and placed.partition.parts(tensor.shape, placed.offset)
-        parts = {(0,) * tensor.dim(): tensor.detach()} if is_own else {}
+        is_here = tensor.numel() and placed.partition.parts(tensor.shape, placed.rank_offset)
+        parts = {(0,) * tensor.dim(): tensor.detach()} if is_here else {}
         return cls(tuple(tensor.shape), tensor.dtype, parts, placed)
 
-    def with_copies(self, rectangles: Iterator[Tensor]) -> Chunks:
-        """Replaces the tensor of each rectangle, in order, by the next one from ``rectangles``, a copy of it."""
-        return replace(self, parts={offsets: next(rectangles) for offsets in self.parts})
+    @property
+    def rectangles(self) -> list[Part]:
+        """Offsets and shapes of the rectangles that this rank holds."""
+        return [(offsets, tuple(tensor.shape)) for offsets, tensor in self.parts.items()]
 
 
 @dataclass
 class Item:
-    """This rank's part of a parameter or buffer of the bare model, and of the optimizer's state for it.
-
-    On a save, ``state`` is the optimizer's present state. A load reads the checkpoint into ``values`` and ``state``,
-    which has the format ``saved``, and then converts them to the dtype of ``local`` and to the format ``spec``.
+    """This rank's part of a parameter or buffer of the bare model, and of the optimizer's present state for it.
 
     Attributes:
         name: the fully qualified name in the bare model.
@@ -69,8 +68,6 @@ class Item:
         group: the index of the parameter's param group; None if no optimizer has the parameter.
         spec: the format of the optimizer's state (entries, codec, blocks); None if no optimizer has the parameter.
         state: this rank's part of each state entry, as plain tensors; empty if this rank has no state of the parameter.
-        values: on a load, the elements as read, in the checkpoint's dtype; unset before.
-        saved: on a load, the format of the state in the checkpoint; None if no state is to be loaded.
     """
 
     name: str
@@ -80,48 +77,84 @@ class Item:
     local: Tensor
     group: int | None = None
     spec: SliceSpec | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class LoadedItem:
+    """This rank's part of a parameter or buffer, and of the optimizer's state for it, in host memory.
+
+    Attributes:
+        item: the parameter or buffer of the model, which will get the values.
+        values: the elements, in the checkpoint's dtype until :meth:`convert_weights`.
+        spec: the format that the optimizer's state will have; None if no optimizer has the parameter.
+        saved_spec: the format of ``state``: the checkpoint's until :meth:`convert_state`; None if it has no state.
+        state: this rank's part of each state entry, as plain tensors; empty if this rank gets no state.
+    """
+
+    item: Item
+    values: Tensor
+    spec: SliceSpec | None = None
+    saved_spec: SliceSpec | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
-    values: Tensor = field(init=False)
-    saved: SliceSpec | None = None
 
     @property
     def state_conversion(self) -> str:
         """Words for an error or report: codecs between which a load converts moments; empty if it does not."""
-        if self.saved is None or self.spec is None or not self.spec.moments:
+        if self.saved_spec is None or self.spec is None or not self.spec.moments:
             return ""
-        saved, present = _described(self.saved), _described(self.spec)
-        return "" if saved == present else f"{saved} state for {present}"
+        saved, wanted = _described(self.saved_spec), _described(self.spec)
+        return "" if saved == wanted else f"{saved} state for {wanted}"
 
     @property
     def weight_formats(self) -> tuple[WeightFormat, WeightFormat]:
         """Dtype and master low bits of weights in the checkpoint and the model; no low bits if no state is loaded."""
-        bits = [0 if spec is None or self.saved is None else spec.weights.low_bits for spec in (self.saved, self.spec)]
-        return WeightFormat(self.values.dtype, bits[0]), WeightFormat(self.local.dtype, bits[1])
+        saved_bits = new_bits = 0
+        if self.saved_spec is not None and self.spec is not None:
+            saved_bits, new_bits = self.saved_spec.weights.low_bits, self.spec.weights.low_bits
+        return WeightFormat(self.values.dtype, saved_bits), WeightFormat(self.item.local.dtype, new_bits)
 
     @property
     def conversion(self) -> str:
         """Words for an error or report: how a load converts moments and weights; empty if both stay bit for bit."""
-        (old, new), of_state = self.weight_formats, self.state_conversion
+        old, new = self.weight_formats
         of_weights = f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}"
-        return " and ".join(filter(None, [of_state, "" if old == new else of_weights]))
+        return " and ".join(filter(None, [self.state_conversion, "" if old == new else of_weights]))
+
+    def decoded_moments(self) -> list[Tensor] | None:
+        """Decodes this rank's part of the moments to float32; None if there is no state to load."""
+        return self.saved_spec.decode(self.state) if self.saved_spec is not None and self.state else None
+
+    def check_state(self) -> None:
+        """Checks that the step count and the moments in ``state`` are in range; raises a ValueError if not."""
+        if self.saved_spec is not None and self.state:
+            self.saved_spec.check_values(self.state, self.item.name)
 
     def convert_weights(self) -> None:
-        """Converts ``values`` and the master low bits in ``state`` from the checkpoint's dtypes to the model's."""
+        """Converts ``values`` and the master low bits in ``state``, in place, from the checkpoint's to the model's."""
         old, new = self.weight_formats
         if old == new:
             return
-        values, low_bits = new.store(old.load(self.values, self.state.pop(LOW_BITS, None)))
-        if low_bits is not None and self.state:
+        self.values, low_bits = new.store(old.load(self.values, self.state.pop(LOW_BITS, None)))
+        if self.saved_spec is None or not self.state:
+            return
+        if low_bits is not None:
             self.state[LOW_BITS] = low_bits
-        for key, entry in (self.saved.kept or ()) if self.saved is not None and self.state else ():
-            is_whole = not entry.shape or entry.shape != self.shard.local_shape
-            if not is_whole and entry.dtype == old.dtype:  # the weights' dtype, in quantize_state
+        for key, entry in self.saved_spec.unquantized or ():
+            # quantize_state's entries per element that have the weights' dtype, such as copies of them, follow it.
+            is_per_element = bool(entry.shape) and entry.shape == self.item.shard.local_shape
+            if is_per_element and entry.dtype == old.dtype:
                 self.state[key] = self.state[key].to(new.dtype)
-        self.values = values
 
-    def moments(self) -> list[Tensor] | None:
-        """Decodes this rank's part of the moments that were read to float32; None if there is no state to load."""
-        return self.saved.decode(self.state) if self.saved is not None and self.state else None
+    def convert_state(self, encoded: Mapping[str, Tensor] | None) -> None:
+        """Replaces the moments in ``state`` by ``encoded`` ones, or encodes them here: the format becomes ``spec``."""
+        assert self.saved_spec is not None
+        assert self.spec is not None
+        if encoded is None:
+            moments = self.decoded_moments()
+            encoded = {} if moments is None else self.spec.encode(moments)
+        others = {key: x for key, x in self.state.items() if key not in self.saved_spec.moment_entries}
+        self.saved_spec, self.state = self.spec, {**others, **encoded}
 
 
 def _described(spec: SliceSpec) -> str:
@@ -135,17 +168,16 @@ def chunks_of(shard: Shard, local: Tensor, grid: BlockGrid | None = None, *, to_
     ``local`` may have trailing dimensions. With a ``grid``, the tensor has one number per block, such as scales: ranks
     that share a block all load its number, and the rank with the block's first element saves it (``to_save``).
     """
-    of = shard if grid is None else shard.scales(grid)
+    shard = shard if grid is None else shard.scales(grid)
     local = local.detach()
-    shape = (*of.global_shape, *local.shape[len(of.local_shape) :])
-    if not isinstance(of, FlatShard):
-        behind = (0,) * (local.dim() - len(of.indices))
-        parts = {(*(start for start, _ in of.indices), *behind): local} if local.numel() else {}
-        return Chunks(shape, local.dtype, parts, of.partition)
-    start = of.saved_from if to_save else of.start
-    return Chunks(
-        shape, local.dtype, _rectangles(of.global_shape, start, of.end, local[start - of.start :]), of.partition
-    )
+    shape = (*shard.global_shape, *local.shape[len(shard.local_shape) :])
+    if isinstance(shard, FlatRange):
+        start = shard.saved_from if to_save else shard.start
+        parts = _rectangles(shard.global_shape, start, shard.end, local[start - shard.start :])
+    else:
+        trailing = (0,) * (local.dim() - len(shard.indices))
+        parts = {(*(start for start, _ in shard.indices), *trailing): local} if local.numel() else {}
+    return Chunks(shape, local.dtype, parts, shard.placed_partition)
 
 
 def tensors_of(
@@ -164,8 +196,8 @@ def tensors_of(
     if spec is None:
         return tensors
     for key, value in state.items():
-        if spec.is_whole(key):
-            chunks = Chunks.whole(value, _of_first_element(spec.shard) if to_save else WHOLE)
+        if spec.is_replicated(key):
+            chunks = Chunks.whole(value, _step_partition(spec.shard) if to_save else WHOLE)
         else:
             chunks = chunks_of(spec.shard, value, spec.grid_of(key), to_save=to_save)
         tensors[f"optimizer.{item.name}.{key}"] = chunks
@@ -177,12 +209,12 @@ def model_key(name: str) -> str:
     return f"model.{name}"
 
 
-def _of_first_element(shard: Shard) -> Placed:
+def _step_partition(shard: Shard) -> PlacedPartition:
     """The partition of ``step`` and other entries that are not sharded, when saved: which rank writes them.
 
     Under flat sharding the rank with the parameter's first element does, as ranks without elements have no state.
     """
-    placed = shard.partition
+    placed = shard.placed_partition
     if placed is None or not isinstance(placed.partition, RangePartition):
         return WHOLE
     return placed._replace(partition=placed.partition._replace(dims=0, block=None))
@@ -191,17 +223,13 @@ def _of_first_element(shard: Shard) -> Placed:
 def _rectangles(shape: Sequence[int], start: int, end: int, local: Tensor) -> dict[tuple[int, ...], Tensor]:
     """Views of ``local``, by offset, for the rectangles that make up ``[start, end)`` of a flattened tensor.
 
-    Args:
-        shape: the tensor's shape.
-        start: index of the first element.
-        end: index behind the last element.
-        local: the range's elements, shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
+    ``local`` has the shape ``(end - start, *trailing)``; the views keep the trailing dimensions.
     """
-    behind = tuple(local.shape[1:])
-    found: dict[tuple[int, ...], Tensor] = {}
-    at = 0
+    trailing = tuple(local.shape[1:])
+    views: dict[tuple[int, ...], Tensor] = {}
+    position = 0
     for offsets, extents in rectangles_of_range(tuple(shape), start, end):
         numel = math.prod(extents)
-        found[(*offsets, *(0,) * len(behind))] = local[at : at + numel].view(*extents, *behind)
-        at += numel
-    return found
+        views[(*offsets, *(0,) * len(trailing))] = local[position : position + numel].view(*extents, *trailing)
+        position += numel
+    return views

@@ -18,7 +18,7 @@ import math
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,37 +26,54 @@ import numpy.typing as npt
 from torch import Tensor
 
 from shardopt.checkpoint.contents import Contents
-from shardopt.checkpoint.copies import Copies, refuse
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import union
+from shardopt.checkpoint.groups import merged_groups
 from shardopt.checkpoint.index import StoredTensor, tensor_from_json, tensor_to_json
 from shardopt.checkpoint.items import Chunks
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.rectangles import fills
-from shardopt.layout import Partition
-from shardopt.layout.partition import Part
+from shardopt.checkpoint.replicas import ReplicatedTensors, refuse_differing
+from shardopt.layout.partition import Part, Partition
 
 _SPREAD_BYTES = 1 << 16  # replicated tensors of fewer bytes are written by the first rank that has them
 _DIGEST_BYTES = 16
 
 #: Ways and stride of each cut of a partition. Partitions with equal strides share one start (rank at offset 0).
 Strides = tuple[tuple[int, int], ...]
+#: For each rectangle of a tensor, the ranks that hold it, ascending.
+Holders = dict[Part, list[int]]
 
 
-class RankKind(NamedTuple):
-    """Ranks whose descriptions of their tensors are equal, and the description. Pipeline stages are different kinds.
+class DescriptionGroup(NamedTuple):
+    """Ranks whose descriptions of their tensors are equal, and the description. Each pipeline stage is a group.
 
     Attributes:
         ranks: the ranks, ascending.
-        groups: the optimizer's param groups, as in the header; None without an optimizer.
+        starts: by the partition's strides: for each of ``ranks``, the rank at offset 0, which begins its replica.
+        param_groups: the optimizer's param groups, as in the header; None without an optimizer.
         unequal: names of tensors that may differ between ranks (buffers).
         tensors: the tensors by name, with ``start`` unset; without a partition where their rectangles must be listed.
     """
 
-    ranks: npt.NDArray[np.int64]
-    groups: list[dict[str, Any]] | None
-    unequal: frozenset[str]
+    ranks: list[int]
+    starts: dict[Strides, npt.NDArray[np.int64]]
+    param_groups: list[dict[str, Any]] | None
+    unequal: Collection[str]
     tensors: dict[str, StoredTensor]
+
+
+class Replicas(NamedTuple):
+    """The ranks that hold the replicas of a tensor with a partition. A replica is known by its first rank.
+
+    Attributes:
+        first_ranks: the first rank (at offset 0) of each replica, ascending.
+        replica_of_rank: for each rank, the first rank of the replica that the rank belongs to, or -1.
+        missing: offsets in the partition at which at least one replica has no rank.
+    """
+
+    first_ranks: npt.NDArray[np.int64]
+    replica_of_rank: npt.NDArray[np.int64]
+    missing: set[int]
 
 
 class Plan(NamedTuple):
@@ -64,14 +81,14 @@ class Plan(NamedTuple):
 
     Attributes:
         tensors: all tensors, sorted by name, as the index describes them.
-        groups: the merged param groups of all ranks; None without an optimizer.
-        copies: the replicated tensors, whose digests the ranks compare.
+        param_groups: the merged param groups of all ranks; None without an optimizer.
+        replicated: the replicated tensors, whose digests the ranks compare.
         own: the rectangles that this rank writes: the tensor's position in ``tensors``, offsets and data.
     """
 
     tensors: dict[str, StoredTensor]
-    groups: list[dict[str, Any]] | None
-    copies: list[Copies]
+    param_groups: list[dict[str, Any]] | None
+    replicated: list[ReplicatedTensors]
     own: list[tuple[int, tuple[int, ...], Tensor]]
 
 
@@ -79,207 +96,243 @@ class Planning:
     """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
 
     Attributes:
-        message: to be all-gathered: a digest of the description, and per kind of partition the rank at offset 0.
+        message: to be all-gathered: a digest of the description, and the rank at offset 0, for the strides in order.
 
     Raises:
-        CheckpointError: a name cannot be encoded as UTF-8, or a kind of shard describes its partition wrongly.
+        CheckpointError: a kind of shard describes its partition wrongly.
+        UnicodeEncodeError: a name cannot be encoded as UTF-8.
     """
 
     def __init__(self, contents: Contents, ranks: Ranks) -> None:
-        self._contents, self._tensors, self._ranks = contents, contents.tensors, ranks
+        self._contents, self._ranks = contents, ranks
         self._described: dict[str, StoredTensor] = {}
         offsets: dict[Strides, int] = {}
-        for name, chunks in sorted(self._tensors.items()):
+        for name, chunks in sorted(contents.tensors.items()):
             partition, offset = chunks.placed or (None, 0)
             if partition is not None and offsets.setdefault(partition.strides, offset) != offset:
                 partition = None  # a message has one start per strides: list this tensor's rectangles
             if partition is not None:
                 _check_parts(name, chunks, partition, offset)
             self._described[name] = StoredTensor(chunks.dtype, chunks.shape, partition=partition)
-        try:
-            "".join(self._described).encode()
-        except UnicodeEncodeError as error:
-            raise CheckpointError(
-                f"got a name that is no text: {error}; name parameters and extra values by text"
-            ) from None
+        "".join(self._described).encode()  # raises a UnicodeEncodeError for a name that is no text
+        self._starts = {strides: ranks.rank - offset for strides, offset in sorted(offsets.items())}
         content = {
             "groups": contents.header.get("param_groups"),
             "unequal": sorted(contents.unequal),
             "tensors": {name: tensor_to_json(stored) for name, stored in self._described.items()},
         }
         self._text = json.dumps(content).encode()
-        starts = np.array([ranks.rank - offsets[strides] for strides in sorted(offsets)], dtype="<i8")
-        self.message = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest() + starts.tobytes()
+        digest = hashlib.blake2b(self._text, digest_size=_DIGEST_BYTES).digest()
+        self.message = digest + np.array([*self._starts.values()], dtype="<i8").tobytes()
 
-    def plan(self, messages: Sequence[bytes], *, assumes: bool = True) -> Plan:
+    def plan(self, messages: Sequence[bytes], *, is_retry: bool = False) -> Plan:
         """Makes the plan from the messages of all ranks, by rank. All ranks must call this.
 
-        ``assumes``: whether ranks may have described state that they do not have (:func:`contents_of` does for empty
-        shards). If no rank has such state, the ranks describe only what they have, and plan again.
+        Ranks may have described state that they do not have (:func:`contents_of` does for empty shards). If parts of
+        it are on no rank, the ranks describe only the tensors of which they have elements, and plan again
+        (``is_retry``).
 
         Raises:
             CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
                 or overlap.
         """
-        self._read_messages(messages)
-        for name, partition in sorted(self._ruled()):
-            shape = self._all[name].shape
-            if any(partition.parts(shape, offset) for offset in self._copies[name][2]):  # a replica lacks a part
-                if not assumes:
-                    raise _not_filled(name, shape)
-                planning, messages = self._ranks.exchange(self._of_own_parts)
-                return planning.plan(messages, assumes=False)
-        unequal: frozenset[str] = frozenset().union(*(kind.unequal for kind in self._kinds))
-        copies: dict[tuple[Any, ...], Copies] = {}
-        stored = self._written(unequal) | self._listed(unequal, copies)
-        tensors = {name: stored[name] for name in sorted(stored)}
-        for name, partition in sorted(self._ruled()):
-            starts, of_ranks, _ = self._copies[name]
-            if len(starts) > 1 and name not in unequal:
-                key = (self._kinds_of[name], partition.strides)
-                copies.setdefault(key, Copies([], of_ranks)).tensors.append((name, None))
-        own = []
-        for number, (name, each) in enumerate(tensors.items()):
-            for offsets, tensor in self._tensors[name].parts.items() if name in self._tensors else ():
-                if each.partition is None:
-                    is_own = (self._ranks.rank, (offsets, tuple(tensor.shape))) in each.parts
-                else:
-                    is_own = self._starts[each.partition.strides][self._ranks.rank] == each.start
-                if is_own:
-                    own.append((number, offsets, tensor))
-        groups = [kind.groups for kind in self._kinds if kind.groups is not None]
-        return Plan(tensors, union(groups) if groups else None, list(copies.values()), own)
+        groups = self._description_groups(messages)
+        tensors = _merged_tensors(groups)
+        replicas = _find_replicas(groups, tensors, self._ranks.size)
+        incomplete = next((name for name in sorted(replicas) if _lacks_parts(tensors[name], replicas[name])), None)
+        if incomplete is not None:
+            if is_retry:
+                raise _not_filled(incomplete, tensors[incomplete].shape)
+            planning, messages = self._ranks.exchange(self._without_absent_tensors)
+            return planning.plan(messages, is_retry=True)
+        unequal: frozenset[str] = frozenset().union(*(group.unequal for group in groups))
+        holders = self._gathered_holders([name for name, each in tensors.items() if each.partition is None], unequal)
+        chosen = _with_chosen_replicas(tensors, replicas, unequal, self._ranks.size)
+        stored = dict(sorted({**chosen, **_with_listed_parts(tensors, holders)}.items()))
+        replicated = [*_replicated_parts(holders, self._ranks.size), *_replicated_tensors(replicas, unequal)]
+        param_groups = [group.param_groups for group in groups if group.param_groups is not None]
+        return Plan(stored, merged_groups(param_groups) if param_groups else None, replicated, self._own_parts(stored))
 
-    def _of_own_parts(self) -> tuple[Planning, bytes]:
+    def _without_absent_tensors(self) -> tuple[Planning, bytes]:
         """A Planning of only the tensors of which this rank holds elements (or which have none), and its message."""
-        tensors = {name: each for name, each in self._tensors.items() if each.parts or 0 in each.shape}
+        tensors = {name: each for name, each in self._contents.tensors.items() if each.parts or 0 in each.shape}
         planning = Planning(self._contents._replace(tensors=tensors), self._ranks)
         return planning, planning.message
 
-    def _read_messages(self, messages: Sequence[bytes]) -> None:
-        """Groups ranks by their digests, gets each kind's description, and finds the replicas of each tensor."""
-        own_digest = messages[self._ranks.rank][:_DIGEST_BYTES]
-        members_of: dict[bytes, list[int]] = defaultdict(list)
+    def _description_groups(self, messages: Sequence[bytes]) -> list[DescriptionGroup]:
+        """Groups ranks by their digests. If there are several groups, the first rank of each broadcasts its text."""
+        ranks_by_digest: dict[bytes, list[int]] = defaultdict(list)
         for rank, message in enumerate(messages):
-            members_of[message[:_DIGEST_BYTES]].append(rank)
-        self._kinds: list[RankKind] = []
-        self._starts: dict[Strides, npt.NDArray[np.int64]] = {}
-        for each, members in members_of.items():
-            kind = self._kind(members, is_own=each == own_digest, is_only=len(members_of) == 1)
-            self._kinds.append(kind)
-            values = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in members])
-            rules = {x.partition.strides for x in kind.tensors.values() if x.partition is not None}
-            for column, strides in enumerate(sorted(rules)):
-                starts = self._starts.setdefault(strides, np.full(self._ranks.size, -1, dtype=np.int64))
-                starts[members] = values[:, column]
-        self._kinds_of: dict[str, tuple[int, ...]] = {}
-        for i, kind in enumerate(self._kinds):
-            for name in kind.tensors:
-                self._kinds_of[name] = (*self._kinds_of.get(name, ()), i)
-        self._all = {name: stored for kind in reversed(self._kinds) for name, stored in kind.tensors.items()}
-        if len(self._kinds) > 1:
-            self._compare_kinds()
-        #: Per tensor: the first ranks of its replicas; for each rank, the first rank of its replica (-1 without one);
-        #: and the offsets in the partition at which at least one replica has no rank.
-        self._copies: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
-        known: dict[tuple[Any, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], set[int]]] = {}
-        for name, partition in self._ruled():
-            key = (self._kinds_of[name], partition.strides)
-            if key not in known:
-                of_ranks = np.full(self._ranks.size, -1, dtype=np.int64)
-                for i in key[0]:
-                    members_of_kind = self._kinds[i].ranks
-                    of_ranks[members_of_kind] = self._starts[partition.strides][members_of_kind]
-                starts = np.unique(of_ranks[of_ranks >= 0])
-                steps = (range(0, ways * stride, stride) for ways, stride in partition.strides)
-                offsets = set(map(sum, itertools.product(*steps)))
-                present = ({*(np.flatnonzero(of_ranks == start) - start).tolist()} for start in starts)
-                known[key] = starts, of_ranks, set().union(*(offsets - held for held in present))
-            self._copies[name] = known[key]
+            ranks_by_digest[message[:_DIGEST_BYTES]].append(rank)
+        groups = []
+        for ranks in ranks_by_digest.values():
+            is_own, sent = self._ranks.rank in ranks, b""
+            if len(ranks_by_digest) > 1:
+                sent = self._ranks.broadcast(ranks[0], zlib.compress(self._text) if is_own else b"")
+            if is_own:
+                param_groups, unequal = self._contents.header.get("param_groups"), self._contents.unequal
+                tensors = self._described
+            else:
+                content = json.loads(zlib.decompress(sent))
+                param_groups, unequal = content["groups"], content["unequal"]
+                tensors = {name: tensor_from_json(name, x, sys.maxsize) for name, x in content["tensors"].items()}
+            strides = sorted({each.partition.strides for each in tensors.values() if each.partition is not None})
+            starts = np.array([np.frombuffer(messages[rank][_DIGEST_BYTES:], dtype="<i8") for rank in ranks])
+            by_strides = dict(zip(strides, starts.T, strict=True))
+            groups.append(DescriptionGroup(ranks, by_strides, param_groups, unequal, tensors))
+        return groups
 
-    def _kind(self, members: Sequence[int], *, is_own: bool, is_only: bool) -> RankKind:
-        """The description that the ranks ``members`` share; the first broadcasts it if there are other descriptions."""
-        sent = b""
-        if not is_only:
-            sent = self._ranks.from_rank(members[0], zlib.compress(self._text) if is_own else b"")
-        if is_own:
-            groups, unequal = self._contents.header.get("param_groups"), frozenset(self._contents.unequal)
-            return RankKind(np.array(members), groups, unequal, self._described)
-        content = json.loads(zlib.decompress(sent))
-        tensors = {name: tensor_from_json(name, stored, sys.maxsize) for name, stored in content["tensors"].items()}
-        return RankKind(np.array(members), content["groups"], frozenset(content["unequal"]), tensors)
+    def _gathered_holders(self, names: Sequence[str], unequal: Collection[str]) -> dict[str, Holders]:
+        """All-gathers which ranks hold which rectangles of the tensors ``names``, which have no partition.
 
-    def _compare_kinds(self) -> None:
-        """Checks that shapes and dtypes agree by name. Drops partitions that differ: such tensors are listed."""
-        every = self._all
-        named = [(name, stored) for kind in self._kinds for name, stored in kind.tensors.items()]
-        refuse({name for name, stored in named if stored[:2] != every[name][:2]}, "shapes or dtypes")
-        other = {name for name, stored in named if stored != every[name]}
-        every.update({name: every[name]._replace(partition=None) for name in other})
-
-    def _ruled(self) -> Iterator[tuple[str, Partition]]:
-        """Name and partition of each tensor that has a partition, the same on all ranks that hold the tensor."""
-        return ((name, x.partition) for name, x in self._all.items() if x.partition is not None)
-
-    def _written(self, unequal: frozenset[str]) -> dict[str, StoredTensor]:
-        """Chooses a replica to write of each tensor with a partition: the entries of the index, with ``start`` set."""
-        stored: dict[str, StoredTensor] = {}
-        loads = np.zeros(self._ranks.size)
-        for less, name in sorted((-self._all[name].nbytes, name) for name, _ in self._ruled()):
-            dtype, shape, _, partition, _ = self._all[name]
-            assert partition is not None
-            starts, _, _ = self._copies[name]
-            start = int(starts[0])
-            if len(starts) > 1 and -less >= _SPREAD_BYTES and name not in unequal:
-                start = int(starts[np.argmin(loads[starts])])
-            loads[start] -= less / math.prod(ways for ways, _ in partition.strides)
-            stored[name] = StoredTensor(dtype, shape, start, partition)
-        return stored
-
-    def _listed(self, unequal: frozenset[str], copies: dict[tuple[Any, ...], Copies]) -> dict[str, StoredTensor]:
-        """All-gathers the rectangles of tensors without a partition; the first rank that holds a rectangle writes it.
-
-        Returns the entries of the index, and adds rectangles that several ranks hold to ``copies``.
+        Of ``unequal`` tensors only the first rank with a rectangle counts: values of several ranks must not mix.
         """
-        names = [name for name, each in self._all.items() if each.partition is None]
         if not names:
             return {}
-        mine = {}
+        own = {}
         for name in names:
-            written = self._tensors[name].parts if name in self._tensors else {}
-            mine[name] = [(offsets, tuple(tensor.shape)) for offsets, tensor in written.items()]
-        holders: dict[str, dict[Part, list[int]]] = {name: {} for name in names}
-        for rank, message in enumerate(self._ranks.gathered(json.dumps(mine).encode())):
+            chunks = self._contents.tensors.get(name)
+            own[name] = chunks.rectangles if chunks is not None else []
+        holders: dict[str, Holders] = {name: {} for name in names}
+        for rank, message in enumerate(self._ranks.all_gather(json.dumps(own).encode())):
             for name, parts in json.loads(message).items():
                 for offsets, shape in parts:
                     holders[name].setdefault((tuple(offsets), tuple(shape)), []).append(rank)
-        stored: dict[str, StoredTensor] = {}
-        for name, of_parts in holders.items():
-            if name in unequal and of_parts:
-                first = min(of[0] for of in of_parts.values())
-                of_parts = {part: [first] for part, of in of_parts.items() if first in of}
-            if not fills(self._all[name].shape, list(of_parts)):
-                raise _not_filled(name, self._all[name].shape)
-            stored[name] = self._all[name]._replace(parts=tuple(sorted((of[0], part) for part, of in of_parts.items())))
-            for (offsets, _), of in of_parts.items():
-                if len(of) > 1:
-                    starts = np.full(self._ranks.size, -1, dtype=np.int64)
-                    starts[of] = of
-                    copies.setdefault(("listed", *of), Copies([], starts)).tensors.append((name, offsets))
-        return stored
+        for name in holders.keys() & set(unequal):
+            first = min((ranks[0] for ranks in holders[name].values()), default=-1)
+            holders[name] = {part: [first] for part, ranks in holders[name].items() if first in ranks}
+        return holders
+
+    def _own_parts(self, stored: Mapping[str, StoredTensor]) -> list[tuple[int, tuple[int, ...], Tensor]]:
+        """The rectangles that this rank writes, as in :attr:`Plan.own`."""
+        own = []
+        for number, (name, each) in enumerate(stored.items()):
+            chunks = self._contents.tensors.get(name)
+            for offsets, tensor in chunks.parts.items() if chunks is not None else ():
+                if each.partition is None:
+                    is_own = (self._ranks.rank, (offsets, tuple(tensor.shape))) in each.parts
+                else:
+                    is_own = self._starts[each.partition.strides] == each.start
+                if is_own:
+                    own.append((number, offsets, tensor))
+        return own
+
+
+def _merged_tensors(groups: Sequence[DescriptionGroup]) -> dict[str, StoredTensor]:
+    """All tensors by name, without the partitions of those for which groups have different ones; checks shapes."""
+    merged = {name: stored for group in reversed(groups) for name, stored in group.tensors.items()}
+    described = [(name, stored) for group in groups for name, stored in group.tensors.items()]
+    refuse_differing({name for name, stored in described if stored[:2] != merged[name][:2]}, "shapes or dtypes")
+    for name, stored in described:
+        if stored != merged[name]:
+            merged[name] = merged[name]._replace(partition=None)
+    return merged
+
+
+def _find_replicas(groups: list[DescriptionGroup], tensors: dict[str, StoredTensor], size: int) -> dict[str, Replicas]:
+    """Finds the replicas of each tensor with a partition; ``size``: the number of ranks.
+
+    Tensors with the same groups and strides share one Replicas object.
+    """
+    groups_of: dict[str, tuple[int, ...]] = {}
+    for number, group in enumerate(groups):
+        for name in group.tensors:
+            groups_of[name] = (*groups_of.get(name, ()), number)
+    known: dict[tuple[tuple[int, ...], Strides], Replicas] = {}
+    replicas = {}
+    for name, tensor in tensors.items():
+        if tensor.partition is not None:
+            key = (groups_of[name], tensor.partition.strides)
+            if key not in known:
+                known[key] = _replicas_in([groups[number] for number in key[0]], key[1], size)
+            replicas[name] = known[key]
+    return replicas
+
+
+def _replicas_in(groups: Sequence[DescriptionGroup], strides: Strides, size: int) -> Replicas:
+    """The replicas of tensors with these strides that these groups of ranks hold."""
+    replica_of_rank = np.full(size, -1, dtype=np.int64)
+    for group in groups:
+        replica_of_rank[group.ranks] = group.starts[strides]
+    first_ranks = np.unique(replica_of_rank[replica_of_rank >= 0])
+    steps = (range(0, ways * stride, stride) for ways, stride in strides)
+    offsets = set(map(sum, itertools.product(*steps)))
+    missing: set[int] = set()
+    for first_rank in first_ranks:
+        members = np.flatnonzero(replica_of_rank == first_rank)
+        missing |= offsets - {*(members - first_rank).tolist()}
+    return Replicas(first_ranks, replica_of_rank, missing)
+
+
+def _lacks_parts(tensor: StoredTensor, replicas: Replicas) -> bool:
+    """Whether a part of the tensor that is not empty belongs to an offset at which a replica has no rank."""
+    assert tensor.partition is not None
+    return any(tensor.partition.parts(tensor.shape, offset) for offset in replicas.missing)
+
+
+def _with_chosen_replicas(
+    tensors: Mapping[str, StoredTensor], replicas: Mapping[str, Replicas], unequal: Collection[str], size: int
+) -> dict[str, StoredTensor]:
+    """Chooses the replica to write of each tensor with a partition: its entry of the index, with ``start`` set.
+
+    Takes tensors by size, the largest first, so that the small ones even out what the ranks write.
+    """
+    stored: dict[str, StoredTensor] = {}
+    bytes_of_first_rank = np.zeros(size)
+    for name in sorted(replicas, key=lambda name: (-tensors[name].nbytes, name)):
+        tensor, first_ranks = tensors[name], replicas[name].first_ranks
+        assert tensor.partition is not None
+        start = int(first_ranks[0])
+        if len(first_ranks) > 1 and tensor.nbytes >= _SPREAD_BYTES and name not in unequal:
+            start = int(first_ranks[np.argmin(bytes_of_first_rank[first_ranks])])
+        bytes_of_first_rank[start] += tensor.nbytes / math.prod(ways for ways, _ in tensor.partition.strides)
+        stored[name] = tensor._replace(start=start)
+    return stored
+
+
+def _replicated_tensors(replicas: Mapping[str, Replicas], unequal: Collection[str]) -> list[ReplicatedTensors]:
+    """The tensors with a partition of which there are several replicas to compare, by their replicas."""
+    found: dict[int, ReplicatedTensors] = {}
+    for name, each in sorted(replicas.items(), key=lambda item: item[0]):
+        if len(each.first_ranks) > 1 and name not in unequal:
+            found.setdefault(id(each), ReplicatedTensors([], each.replica_of_rank)).tensors.append((name, None))
+    return list(found.values())
+
+
+def _replicated_parts(holders: Mapping[str, Holders], size: int) -> list[ReplicatedTensors]:
+    """The rectangles that several ranks hold of tensors without a partition, by these ranks: each holds a replica."""
+    found: dict[tuple[int, ...], ReplicatedTensors] = {}
+    for name, ranks_of_part in holders.items():
+        for (offsets, _), ranks in ranks_of_part.items():
+            if len(ranks) > 1:
+                replica_of_rank = np.full(size, -1, dtype=np.int64)
+                replica_of_rank[ranks] = ranks
+                found.setdefault(tuple(ranks), ReplicatedTensors([], replica_of_rank)).tensors.append((name, offsets))
+    return list(found.values())
+
+
+def _with_listed_parts(tensors: Mapping[str, StoredTensor], holders: Mapping[str, Holders]) -> dict[str, StoredTensor]:
+    """The entries of the index of tensors without a partition: the first rank that holds a rectangle writes it."""
+    stored = {}
+    for name, ranks_of_part in holders.items():
+        if not fills(tensors[name].shape, list(ranks_of_part)):
+            raise _not_filled(name, tensors[name].shape)
+        parts = sorted((ranks[0], part) for part, ranks in ranks_of_part.items())
+        stored[name] = tensors[name]._replace(parts=tuple(parts))
+    return stored
 
 
 def _check_parts(name: str, chunks: Chunks, partition: Partition, offset: int) -> None:
     """Checks that this rank's rectangles of a tensor are those that its partition gives at this rank's offset."""
-    written = [(of, tuple(tensor.shape)) for of, tensor in chunks.parts.items()]
-    if written != partition.parts(chunks.shape, offset):
+    if chunks.rectangles != partition.parts(chunks.shape, offset):
         raise CheckpointError(
-            f"got {name} in parts {written[:3]} of shape {chunks.shape} on this rank, expected those of {partition} at "
-            f"offset {offset}: the kind of shard describes its partition wrongly; return None there"
+            f"got {name} in parts {chunks.rectangles[:3]} of shape {chunks.shape} on this rank, expected those of "
+            f"{partition} at offset {offset}: the kind of shard describes its partition wrongly; return None there"
         )
 
 
 def _not_filled(name: str, shape: Sequence[int]) -> CheckpointError:
+    """The error for a tensor whose parts on all ranks are not the whole tensor."""
     return CheckpointError(
         f"got chunks of {name} to save that do not fill its shape {tuple(shape)} or overlap, expected each element "
         "once; save on all ranks that have a part of it"

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,15 +81,7 @@ def save(
     """
     folder = folder_at(path)
     with on_device_of(model):
-        write_checkpoint(folder, keep_last, lambda: _contents(folder, model, optimizer, keep_last, extra), Ranks())
-
-
-def _contents(
-    folder: Folder, model: Module, optimizer: Optimizer | None, keep_last: int | None, extra: dict[str, Any]
-) -> Contents:
-    """Checks the option ``keep_last``, and collects the shards and the header that this rank saves."""
-    check_keep_last(folder, keep_last)
-    return contents_of(model, optimizer, extra)
+        write_checkpoint(folder, keep_last, lambda: contents_of(model, optimizer, extra), Ranks())
 
 
 @without_autograd
@@ -124,55 +117,59 @@ def async_save(
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
         CheckpointError: there is not enough room for the copy in ``staging_dir``, on any rank.
-        ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
-        TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
-            shardopt's, or is not that of the DeepSpeed engine.
+        ValueError, TypeError: as in :func:`save`.
     """
-    global _last_saving
+    global _last_future
     folder = folder_at(path)
-    stager = _free_stager(None if staging_dir is None else Path(staging_dir))
+    stager = _reusable_stager(None if staging_dir is None else Path(staging_dir))
 
     def staged() -> Contents:
-        contents = _contents(folder, model, optimizer, keep_last, extra)
+        check_keep_last(folder, keep_last)
+        contents = contents_of(model, optimizer, extra)
         return contents._replace(tensors=stager.stage(contents.tensors))
 
     with on_device_of(model):
         contents = Ranks().agree(staged)
-        done = _Saving(stager)
-        _last_saving = weakref.ref(done)
-        others = Ranks(_group_of_saves())
-    _begin(done, lambda: write_checkpoint(folder, keep_last, lambda: contents, others))
-    return done
+        future = _SaveFuture(stager)
+        _last_future = weakref.ref(future)
+        ranks = Ranks(_background_group(dist.group.WORLD))
+    _start_thread(future, lambda: write_checkpoint(folder, keep_last, lambda: contents, ranks))
+    return future
 
 
 _thread: threading.Thread | None = None  # the thread of the last asynchronous save
 
 
-def _begin(done: _Saving, work: Callable[[], None]) -> None:
-    """Starts a thread that saves once the last save's thread has ended, so that all ranks save in the same order."""
+def _start_thread(future: _SaveFuture, work: Callable[[], None]) -> None:
+    """Starts a thread that runs ``work`` once the last save's thread has ended, and then completes ``future``.
+
+    One save at a time, so that the collectives of several saves do not mix: all ranks save in the same order.
+    """
     global _thread
-    if _thread is None:
+    last = _thread
+    if last is None:
         # At exit, waits before other packages' executors end, which object stores need. Python itself waits later.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_thread)
-    thread = threading.Thread(target=_run, args=(done, work, _thread), name="shardopt save")
+
+    def run() -> None:
+        try:
+            if last is not None:
+                last.join()
+            work()
+        except BaseException as error:  # raised by the future's result()
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    thread = threading.Thread(target=run, name="shardopt save")
     thread.start()
     _thread = thread
 
 
 def _wait_for_thread() -> None:
+    """Waits for the last asynchronous save, and so for all."""
     if _thread is not None:
         _thread.join()
-
-
-def _run(done: _Saving, work: Callable[[], None], last: threading.Thread | None) -> None:
-    try:
-        if last is not None:
-            last.join()
-        work()
-    except BaseException as error:  # raised by the future's result()
-        done.set_exception(error)
-    else:
-        done.set_result(None)
 
 
 @without_autograd
@@ -206,39 +203,40 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     with on_device_of(model):
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with opened(model, optimizer) as (bare, own):
-                    loaded = _load(folder, bare, own, convert)
+                with opened(model, optimizer) as (bare_model, bare_optimizer):
+                    loaded = _load(folder, bare_model, bare_optimizer, convert)
                 break
             except ReplacedError:
                 if attempt == _ATTEMPTS:
                     raise
         engines = engines_of(model)
         if engines is not None:
-            engines.refresh(model)
+            engines.copy_masters(model)
     return loaded
 
 
 def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+    """One attempt of :func:`load`, for the bare model; a ReplacedError if the checkpoint is replaced meanwhile."""
     ranks = Ranks()
 
-    def begun() -> tuple[Restoration, bytes]:
+    def opened_checkpoint() -> tuple[Restoration, bytes]:
         index = load_index(folder)
         restoration = Restoration(folder, index, model, optimizer)
         return restoration, index.crc32.to_bytes(4, "little") + restoration.claimed
 
-    restoration, messages = ranks.exchange(begun)
+    restoration, messages = ranks.exchange(opened_checkpoint)
     if len({message[:4] for message in messages}) > 1:
         raise ReplacedError(
             f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
-    ranks.agree(restoration.make_states)
-    restoration.commit()
-    return Loaded(restoration.extra, restoration.converted)
+    host = ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
+    states = ranks.agree(lambda: restoration.make_states(host))
+    restoration.commit(host, states)
+    return Loaded(host.extra, host.converted)
 
 
-class _Saving(Future[None]):
+class _SaveFuture(Future[None]):
     """The future of an asynchronous save, which keeps the staging buffer alive. Always running: not to be cancelled."""
 
     def __init__(self, stager: Stager) -> None:
@@ -247,34 +245,29 @@ class _Saving(Future[None]):
         self.stager = stager
 
 
-_last_saving: weakref.ref[_Saving] | None = None
+_last_future: weakref.ref[_SaveFuture] | None = None
 
 
-def _free_stager(folder: Path | None) -> Stager:
+def _reusable_stager(folder: Path | None) -> Stager:
     """The last save's staging buffer, if its future is done and still referenced (in the same folder), or a new one."""
-    last = None if _last_saving is None else _last_saving()
+    last = None if _last_future is None else _last_future()
     is_free = last is not None and last.done() and last.stager.folder == folder
     return last.stager if last is not None and is_free else Stager(folder)
 
 
 def _forget_stager() -> None:
     """Called in a forked child, which must not write into a mapped staging file that the parent process also uses."""
-    global _last_saving
-    _last_saving = None
+    global _last_future
+    _last_future = None
 
 
 os.register_at_fork(after_in_child=_forget_stager)
 
-_groups_of_saves: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
+@lru_cache(maxsize=1)
+def _background_group(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, so that collectives in the saving thread do not mix with the training's.
 
-def _group_of_saves() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, made once, so that collectives in the saving thread do not mix with the training's."""
-    if not dist.is_initialized():
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _groups_of_saves:
-        _groups_of_saves.clear()  # made for a process group that was destroyed
-        _groups_of_saves[world] = dist.new_group(backend="gloo")
-    return _groups_of_saves[world]
+    All ranks must call this: the first call makes the group. None if there is one process without torch.distributed.
+    """
+    return None if world is None else dist.new_group(backend="gloo")

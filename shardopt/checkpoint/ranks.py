@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
-from shardopt.checkpoint.wording import line
+from shardopt.checkpoint.wording import one_line
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 T = TypeVar("T")
@@ -55,15 +55,16 @@ class Ranks:
         except BaseException as raised:  # also KeyboardInterrupt: the other ranks must not wait for this rank
             error, message = raised, f"{type(raised).__name__}: {raised}".encode(errors="replace")
         outcome = _DONE if error is None else _REPLACED if isinstance(error, ReplacedError) else _FAILED
+        # Success without a message sends no byte: if no rank sends one, a single collective is enough, not two.
+        sent = bytes([outcome]) + message if outcome != _DONE or message else b""
         with _lost_ranks():
-            # Nothing is sent for "done" without a message: ranks that all say so need one collective, not two.
-            received = list(self._group.gathered(bytes([outcome]) + message if outcome or message else b"").values())
+            received = list(self._group.all_gather(sent).values())
         outcomes, messages = [each[0] if each else _DONE for each in received], [each[1:] for each in received]
-        if any(outcomes):
-            kind = CheckpointError if _FAILED in outcomes else ReplacedError
+        failed = [rank for rank, each in enumerate(outcomes) if each != _DONE]
+        if failed:
+            kind = CheckpointError if _FAILED in outcomes else ReplacedError  # another attempt helps only if all agree
             if error is not None:
                 raise kind(str(error)) if isinstance(error, ReplacedError) else error
-            failed = [rank for rank, each in enumerate(outcomes) if each]
             first = messages[failed[0]].decode()
             raise kind(f"got an error on rank {failed[0]} and {len(failed) - 1} others, nothing was done: {first}")
         return result, messages
@@ -72,16 +73,16 @@ class Ranks:
         """Calls ``work`` and returns its result; raises on all ranks if it raised on any, as :meth:`exchange` does."""
         return self.exchange(lambda: (work(), b""))[0]
 
-    def gathered(self, message: bytes) -> list[bytes]:
+    def all_gather(self, message: bytes) -> list[bytes]:
         """All-gathers a message: returns those of all ranks, by rank. All ranks must call this."""
         return self.exchange(lambda: (None, message))[1]
 
-    def gathered_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
+    def all_gather_numbers(self, work: Callable[[], Sequence[int]]) -> list[list[int]]:
         """All-gathers the numbers, from 0 to 2**64 - 1, that ``work`` returns; fails as :meth:`exchange` does."""
         _, messages = self.exchange(lambda: (None, np.array(work(), dtype="<u8").tobytes()))
         return [np.frombuffer(message, dtype="<u8").tolist() for message in messages]
 
-    def from_rank(self, source: int, message: bytes) -> bytes:
+    def broadcast(self, source: int, message: bytes) -> bytes:
         """Broadcasts the message of rank ``source``; other ranks' messages are ignored. All ranks must call this."""
         if self._group is None:
             return message
@@ -104,7 +105,7 @@ def _lost_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
         raise LostRanksError(
-            f"the ranks cannot talk to each other any more: {line(error)}; see which of them failed, and why"
+            f"the ranks cannot talk to each other any more: {one_line(error)}; see which of them failed, and why"
         ) from error
 
 

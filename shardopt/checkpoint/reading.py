@@ -12,18 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.data_file import (
-    AHEAD,
-    MAX_BYTES,
-    StoredChunk,
-    check_lengths,
-    chunks_in,
-    computed_ahead,
-)
+from shardopt.checkpoint.data_file import AHEAD, MAX_BYTES, StoredChunk, check_lengths, chunks_in, computed_ahead
 from shardopt.checkpoint.errors import CheckpointError, InvalidError, ReplacedError
-from shardopt.checkpoint.index import INDEX_NAME, Index, load_index, unknown_content
+from shardopt.checkpoint.index import INDEX_NAME, Index, data_file_name, load_index, unknown_content
 from shardopt.checkpoint.items import Chunks
-from shardopt.checkpoint.rectangles import common_part, fills, inside, slices
+from shardopt.checkpoint.rectangles import common_part, fills, relative_to, slices
 from shardopt.checkpoint.storage import Folder, Read
 from shardopt.checkpoint.wording import named
 from shardopt.layout.partition import Part
@@ -43,7 +36,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         for name, chunks in tensors.items()
         for offsets, tensor in chunks.parts.items()
     ]
-    targets_in: dict[int, list[_Target]] = defaultdict(list)  # by the numbers of files
+    targets_in: dict[int, list[_Target]] = defaultdict(list)  # by the numbers of the files to read
     for target in targets:
         for number in index.tensors[target.name].files_of(target.part):
             targets_in[number].append(target)
@@ -53,7 +46,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
         for target in targets:
             if not fills(target.part[1], target.filled):
                 what = f"chunks that do not fill {named(target.name)} {target.part[1]} from {target.part[0]}"
-                raise unknown_content(folder.shown(INDEX_NAME), what)
+                raise unknown_content(folder.path_of(INDEX_NAME), what)
     except CheckpointError as error:
         if _is_replaced(folder, index):
             raise ReplacedError(
@@ -87,17 +80,13 @@ class _Target(NamedTuple):
 
 
 def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Target]) -> None:
-    """Reads the chunks of one data file that overlap targets, into these targets.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is damaged.
-    """
-    path = folder.shown(index.file_name(number))
+    """Reads the chunks of one data file that overlap targets, into these targets."""
+    name = data_file_name(index.token, number)
+    path = folder.path_of(name)
     check_lengths(folder, index, [number])
     try:
-        with folder.reading(index.file_name(number)) as read:
-            chunks = _chunks(index, number, read, path)
-            _read_chunks(chunks, read, path, targets)
+        with folder.reading(name) as read:
+            _read_chunks(_read_table(index, number, read, path), read, path, targets)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
 
@@ -105,34 +94,34 @@ def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Tar
 def _read_chunks(
     chunks: Mapping[str, Sequence[StoredChunk]], read: Read, path: str, targets: Sequence[_Target]
 ) -> None:
-    """Reads each chunk that overlaps targets once, with ``AHEAD`` reads in flight, and copies it to the targets."""
-    reads: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
+    """Reads each chunk that overlaps targets once, copies it to the targets, and notes what is ``filled`` in them.
+
+    ``AHEAD`` reads are in flight. A buffer is used again after as many chunks, when its data have been copied.
+    """
+    #: For each chunk, the parts of targets to fill, and the indices of their elements in the chunk.
+    copies: dict[StoredChunk, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
     for target in targets:
         for chunk in chunks.get(target.name, ()):
             common = common_part(target.part, (chunk.offsets, chunk.shape))
             if common is not None:
-                part = inside(common, target.part[0])
-                reads[chunk].append((target.tensor[slices(*part)], slices(*inside(common, chunk.offsets))))
-                target.filled.append(part)
-    in_order = sorted(reads, key=lambda chunk: chunk.position)
+                in_target, in_chunk = relative_to(common, target.part[0]), relative_to(common, chunk.offsets)
+                copies[chunk].append((target.tensor[slices(*in_target)], slices(*in_chunk)))
+                target.filled.append(in_target)
+    in_order = sorted(copies, key=lambda chunk: chunk.position)
     buffers = [torch.empty(MAX_BYTES, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
 
     def jobs() -> Iterator[Callable[[], Tensor]]:
         for chunk, buffer in zip(in_order, itertools.cycle(buffers), strict=False):
-            yield partial(_filled, buffer[: chunk.bytes], read, path, chunk.position, chunk.crc32)
+            yield partial(_read_verified, buffer[: chunk.nbytes], read, path, chunk.position, chunk.crc32)
 
-    with computed_ahead(jobs()) as filled:
-        for chunk, data in zip(in_order, filled, strict=True):
-            for tensor, within in reads[chunk]:
-                tensor.copy_(data.view(tensor.dtype).view(chunk.shape)[within])
+    with computed_ahead(jobs()) as results:
+        for chunk, data in zip(in_order, results, strict=True):
+            for tensor, in_chunk_indices in copies[chunk]:
+                tensor.copy_(data.view(tensor.dtype).view(chunk.shape)[in_chunk_indices])
 
 
-def _chunks(index: Index, number: int, read: Read, path: str) -> dict[str, list[StoredChunk]]:
-    """Reads, verifies and decodes the table of an open data file: its chunks, by the names of their tensors.
-
-    Raises:
-        CheckpointError: the file cannot be read, or the table is damaged or does not fit into memory.
-    """
+def _read_table(index: Index, number: int, read: Read, path: str) -> dict[str, list[StoredChunk]]:
+    """Reads, verifies and decodes the table of an open data file: its chunks, by the names of their tensors."""
     stored = index.files[number]
     assert stored is not None  # checking its length would have raised
     try:
@@ -141,14 +130,14 @@ def _chunks(index: Index, number: int, read: Read, path: str) -> dict[str, list[
         raise CheckpointError(
             f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another checkpoint"
         ) from error
-    _filled(table, read, path, stored.data, stored.crc32)
+    _read_verified(table, read, path, stored.data, stored.crc32)
     try:
         return chunks_in(table.numpy().tobytes(), index.tensors, stored.data)
     except InvalidError as error:
         raise unknown_content(path, str(error)) from None
 
 
-def _filled(buffer: Tensor, read: Read, path: str, position: int, crc32: int) -> Tensor:
+def _read_verified(buffer: Tensor, read: Read, path: str, position: int, crc32: int) -> Tensor:
     """Fills a buffer with the bytes at a position of a file, checks their CRC-32, and returns the buffer."""
     data, filled = buffer.numpy().data, 0
     while filled < len(data):

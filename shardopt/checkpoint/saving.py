@@ -16,27 +16,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from shardopt.checkpoint.contents import Contents
-from shardopt.checkpoint.copies import check_digests, digests
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
-from shardopt.checkpoint.index import (
-    INDEX_NAME,
-    Index,
-    StoredFile,
-    data_file_name,
-    dump_index,
-    is_own_name,
-    load_index,
-)
+from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, is_own_name, load_index
 from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
+from shardopt.checkpoint.replicas import check_replicas, replica_digests
 from shardopt.checkpoint.storage import LOCK_NAME, Folder
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some time to end
 
 
-def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], Contents], ranks: Ranks) -> None:
+def write_checkpoint(folder: Folder, keep_last: int | None, collect: Callable[[], Contents], ranks: Ranks) -> None:
     """Writes a checkpoint into a folder, which is made if necessary, and replaces the checkpoint that is there.
 
     All ranks must call this, and agree on success four times: once tensors are described, the folder is locked, data
@@ -45,31 +37,34 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
     Args:
         folder: the folder.
         keep_last: how many checkpoints stay; see :func:`remove_older`. None: all.
-        read: collects what this rank saves; called once.
+        collect: collects what this rank saves; called once.
         ranks: the ranks that save.
 
     Raises:
         CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one name,
             or another save into the folder goes on. Nothing was changed.
-        BaseException: raised by ``read``; other ranks raise a CheckpointError.
+        BaseException: raised by ``collect``; other ranks raise a CheckpointError.
     """
 
     def described() -> tuple[tuple[Contents, Planning], bytes]:
-        contents = read()
+        check_keep_last(folder, keep_last)
+        contents = collect()
         planning = Planning(contents, ranks)
         return (contents, planning), planning.message
 
     with ExitStack() as lock:
         (contents, planning), messages = ranks.exchange(described)
         plan = planning.plan(messages)
-        _, tokens = ranks.exchange(lambda: (None, _prepare(folder, ranks.rank, lock)))
+        _, tokens = ranks.exchange(lambda: (None, _prepare_folder(folder, ranks.rank, lock)))
         token = tokens[0].decode()
         name = data_file_name(token, ranks.rank)
         try:
-            of_ranks = ranks.gathered_numbers(lambda: _write(folder, name, plan, contents, ranks.rank))
-            check_digests(plan.copies, [numbers[3:] for numbers in of_ranks], contents.tensors, ranks)
-            header = contents.header if plan.groups is None else {**contents.header, "param_groups": plan.groups}
-            files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in of_ranks]
+            written = ranks.all_gather_numbers(lambda: _write(folder, name, plan, contents, ranks.rank))
+            check_replicas(plan.replicated, [numbers[3:] for numbers in written], contents.tensors, ranks)
+            header = dict(contents.header)
+            if plan.param_groups is not None:
+                header["param_groups"] = plan.param_groups
+            files = [StoredFile(*numbers[:3]) if numbers[1] else None for numbers in written]
             index = Index(header, token, files, plan.tensors)
             ranks.agree(lambda: _commit(folder, index) if ranks.rank == 0 else None)
         except LostRanksError:
@@ -77,6 +72,7 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
             raise
         except BaseException:  # on all ranks
             with suppress(Exception):  # the first error matters; the next save removes what stays
+                # The error may have come after the commit: the index then lists this rank's file.
                 in_use = _files_in_use(folder) if plan.own else None
                 if in_use is not None and name not in in_use:
                     folder.remove(name)
@@ -85,8 +81,11 @@ def write_checkpoint(folder: Folder, keep_last: int | None, read: Callable[[], C
         remove_older(folder, keep_last)
 
 
-def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
-    """Makes the folder; the first rank also locks it, removes stray files, and returns a token for file names."""
+def _prepare_folder(folder: Folder, rank: int, lock: ExitStack) -> bytes:
+    """Makes the folder. The first rank also locks it, until ``lock`` ends, and removes stray files.
+
+    Returns a token for the names of the save's files on the first rank, nothing on others.
+    """
     try:
         folder.make()
     except OSError as error:
@@ -96,7 +95,7 @@ def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
     try:
         unlock = folder.lock(_PATIENCE)
     except OSError as error:
-        raise CheckpointError(f"{folder.shown(LOCK_NAME)}: cannot be locked: {error}; choose another path") from error
+        raise CheckpointError(f"{folder.path_of(LOCK_NAME)}: cannot be locked: {error}; choose another path") from error
     if unlock is not None:
         lock.callback(unlock)
     in_use = _files_in_use(folder)
@@ -107,29 +106,30 @@ def _prepare(folder: Folder, rank: int, lock: ExitStack) -> bytes:
 
 def _write(folder: Folder, name: str, plan: Plan, contents: Contents, rank: int) -> list[int]:
     """Writes this rank's data file, if any; returns the fields of its StoredFile, then the digests of replicas."""
-    own_digests = digests(plan.copies, contents.tensors, rank)
+    own_digests = replica_digests(plan.replicated, contents.tensors, rank)
     if not plan.own:
         return [0, 0, 0, *own_digests]
-    with _refusing(folder, name, sum(data.nbytes for _, _, data in plan.own)):
+    with _write_errors(folder, name, sum(data.nbytes for _, _, data in plan.own)):
         return [*write_data_file(folder, name, plan.own), *own_digests]
 
 
 def _commit(folder: Folder, index: Index) -> None:
+    """Writes the index, which replaces the previous checkpoint by the new one, and removes that one's data files."""
     check_lengths(folder, index, [number for number, stored in enumerate(index.files) if stored is not None])
     text = dump_index(index)
-    with _refusing(folder, INDEX_NAME, len(text)):
-        folder.put(INDEX_NAME, f"{INDEX_NAME}.{index.token}", text)
+    with _write_errors(folder, INDEX_NAME, len(text)):
+        folder.replace(INDEX_NAME, f"{INDEX_NAME}.{index.token}", text)
     remove_strays(folder, index.file_names)
 
 
 @contextmanager
-def _refusing(folder: Folder, name: str, nbytes: int) -> Iterator[None]:
+def _write_errors(folder: Folder, name: str, nbytes: int) -> Iterator[None]:
     """Turns an OSError while the file ``name`` is written into a CheckpointError that says what to do."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{folder.shown(name)}: cannot write {nbytes} bytes: {error.strerror or error}; make room or "
+            f"{folder.path_of(name)}: cannot write {nbytes} bytes: {error.strerror or error}; make room or "
             "choose another path. The previous checkpoint in this folder, if there was one, is as it was"
         ) from error
 
@@ -178,10 +178,10 @@ def remove_older(folder: Folder, keep_last: int) -> None:
     other files stays, with these files, and so does a folder whose index cannot be read. A file that cannot be removed
     causes a warning, and is left to the next removal.
     """
-    kept = 1
-    with _warning(folder):
-        for other in _older(folder):
-            with _warning(other):
+    kept = 1  # the new checkpoint
+    with _errors_as_warnings(folder):
+        for other in _older_folders(folder):
+            with _errors_as_warnings(other):
                 names = other.names()
                 if INDEX_NAME in names:
                     try:
@@ -190,20 +190,22 @@ def remove_older(folder: Folder, keep_last: int) -> None:
                         continue
                     kept += 1
                 if kept > keep_last or INDEX_NAME not in names:
-                    _remove(other, names)
+                    _remove_checkpoint(other, names)
 
 
-def _remove(other: Folder, names: Sequence[str]) -> None:
+def _remove_checkpoint(other: Folder, names: Sequence[str]) -> None:
     """Removes a checkpoint or leftovers of one, if the folder's lock is free; ``names``: its files when last listed."""
     if names and not any(is_own_name(name) or name in (INDEX_NAME, LOCK_NAME) for name in names):
-        return
+        return  # no checkpoint's folder
     try:
-        release = other.lock(patience=0)
+        unlock = other.lock(patience=0)
     except CheckpointError:
         return
-    if release is None and INDEX_NAME not in names:
+    if unlock is None and INDEX_NAME not in names:
         return  # no locks: another run may be saving there
-    try:
+    with ExitStack() as lock:
+        if unlock is not None:
+            lock.callback(unlock)
         present = set(other.names())
         if INDEX_NAME in present:
             if INDEX_NAME not in names:
@@ -214,20 +216,18 @@ def _remove(other: Folder, names: Sequence[str]) -> None:
         if LOCK_NAME in present:
             other.remove(LOCK_NAME)
         other.remove_if_empty()
-    finally:
-        if release is not None:
-            release()
 
 
 @contextmanager
-def _warning(folder: Folder) -> Iterator[None]:
+def _errors_as_warnings(folder: Folder) -> Iterator[None]:
+    """Turns an OSError into a warning: the new checkpoint is complete, whether older ones go or stay."""
     try:
         yield
     except OSError as error:
         warnings.warn(f"{folder}: older checkpoints cannot be removed: {error}", RuntimeWarning, stacklevel=4)
 
 
-def _older(folder: Folder) -> list[Folder]:
+def _older_folders(folder: Folder) -> list[Folder]:
     """The folders beside this one whose names differ in a smaller number at the end, the largest number first."""
     newest = _NUMBERED.fullmatch(folder.name)
     assert newest is not None

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.items import Chunks
-from shardopt.kernels.memory import copy_tensors
+from shardopt.kernels.memory import copy_to_host
 
 _ALIGNMENT = 64  # bytes
 
@@ -43,20 +44,21 @@ class Stager:
         """
         rectangles = [tensor for chunks in tensors.values() for tensor in chunks.parts.values()]
         sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in rectangles]
-        if self._buffer.numel() < sum(sizes):
+        total = sum(sizes)
+        if self._buffer.numel() < total:
             self._buffer = self._buffer.new_empty(0)  # frees the old buffer before the new one is allocated
-            if self.folder is None:
-                self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            else:
-                self._buffer = _mapped(self.folder, sum(sizes))
-        pieces = torch.split(self._buffer[: sum(sizes)], sizes)
+            self._buffer = self._buffer.new_empty(total) if self.folder is None else _mapped(self.folder, total)
+        pieces = torch.split(self._buffer[:total], sizes)
         copies = [
             piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for piece, tensor in zip(pieces, rectangles, strict=True)
         ]
-        copy_tensors(copies, rectangles)
+        copy_to_host(copies, rectangles)
         in_order = iter(copies)
-        return {name: chunks.with_copies(in_order) for name, chunks in tensors.items()}
+        return {
+            name: replace(chunks, parts={offsets: next(in_order) for offsets in chunks.parts})
+            for name, chunks in tensors.items()
+        }
 
 
 def _mapped(folder: Path, size: int) -> Tensor:

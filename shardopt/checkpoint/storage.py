@@ -63,7 +63,7 @@ class Folder:
     def __str__(self) -> str:
         return self._shown
 
-    def shown(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """A file's path, for errors."""
         return f"{self._shown}/{name}"
 
@@ -97,7 +97,7 @@ class Folder:
     def size(self, name: str) -> int:
         """The length in bytes of a regular file that lies in the folder itself, not behind a link."""
         self._fs.invalidate_cache()
-        info = self._fs.info(self._at(name))
+        info = self._fs.info(self._fs_path(name))
         if info["type"] != "file" or info.get("islink"):
             got = "a symbolic link" if info.get("islink") else "something else"
             raise OSError(errno.EINVAL, f"got {got}, expected a regular file in the folder itself")
@@ -109,7 +109,7 @@ class Folder:
 
         @_os_errors()
         def read(buffer: memoryview, position: int) -> int:
-            data = self._fs.cat_file(self._at(name), start=position, end=position + len(buffer))
+            data = self._fs.cat_file(self._fs_path(name), start=position, end=position + len(buffer))
             buffer[: len(data)] = data
             return len(data)
 
@@ -118,13 +118,13 @@ class Folder:
     @_os_errors()
     def read(self, name: str) -> bytes:
         """Reads a small file whole."""
-        return bytes(self._fs.cat_file(self._at(name)))
+        return bytes(self._fs.cat_file(self._fs_path(name)))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Write]:
         """Makes a new file, which is complete and durable at the end of the context, and is removed after an error."""
         with _os_errors():
-            file = self._fs.open(self._at(name), "wb")
+            file = self._fs.open(self._fs_path(name), "wb")
         end = 0
 
         @_os_errors()
@@ -145,19 +145,19 @@ class Folder:
             raise
 
     @_os_errors()
-    def put(self, name: str, unfinished: str, data: bytes) -> None:
-        """Replaces a file atomically and durably; ``unfinished`` is the name of the temporary file."""
+    def replace(self, name: str, temporary: str, data: bytes) -> None:
+        """Replaces a file atomically and durably; ``temporary`` is the name of the temporary file."""
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
         if protocols & _ATOMIC_UPLOADS:
-            self._fs.pipe_file(self._at(name), data)
+            self._fs.pipe_file(self._fs_path(name), data)
         else:
-            self._fs.pipe_file(self._at(unfinished), data)
-            self._fs.mv(self._at(unfinished), self._at(name))
+            self._fs.pipe_file(self._fs_path(temporary), data)
+            self._fs.mv(self._fs_path(temporary), self._fs_path(name))
 
     @_os_errors()
     def remove(self, name: str) -> None:
         """Removes a file."""
-        self._fs.rm_file(self._at(name))
+        self._fs.rm_file(self._fs_path(name))
 
     def remove_if_empty(self) -> None:
         """Removes the folder if it is empty; any failure is ignored."""
@@ -179,7 +179,8 @@ class Folder:
         """
         return None
 
-    def _at(self, name: str) -> str:
+    def _fs_path(self, name: str) -> str:
+        """A file's path for the file system object."""
         return f"{self._path}/{name}"
 
 
@@ -214,12 +215,13 @@ class LocalFolder(Folder):
             return file.read()
 
     def _open(self, name: str) -> int:
+        """Opens a regular file to be read; returns its descriptor."""
         self.size(name)  # raises if it is a link or a pipe
-        return os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        return os.open(self._fs_path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Write]:
-        descriptor = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self._fs_path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
         def write(data: memoryview, position: int) -> None:
             while len(data):
@@ -238,14 +240,14 @@ class LocalFolder(Folder):
             raise
         sync_folder(Path(self._path))
 
-    def put(self, name: str, unfinished: str, data: bytes) -> None:
-        with self.writing(unfinished) as write:
+    def replace(self, name: str, temporary: str, data: bytes) -> None:
+        with self.writing(temporary) as write:
             write(memoryview(data), 0)
         try:
-            os.replace(self._at(unfinished), self._at(name))
+            os.replace(self._fs_path(temporary), self._fs_path(name))
         except BaseException:
             with suppress(OSError):
-                self.remove(unfinished)
+                self.remove(temporary)
             raise
         sync_folder(Path(self._path))
 
@@ -257,7 +259,7 @@ class LocalFolder(Folder):
         """
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._at(LOCK_NAME), timeout=patience, thread_local=False, fallback_to_soft=False)
+        lock = FileLock(self._fs_path(LOCK_NAME), timeout=patience, thread_local=False, fallback_to_soft=False)
         while True:
             try:
                 lock.acquire()

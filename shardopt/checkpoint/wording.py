@@ -18,7 +18,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _MAX_CHARACTERS
 
 def shown(value: object) -> str:
     """The shortened repr of a value."""
-    return line(_repr.repr(value), _MAX_LIST_CHARACTERS)
+    return one_line(_repr.repr(value), _MAX_LIST_CHARACTERS)
 
 
 def named(name: object) -> str:
@@ -47,7 +47,7 @@ def first_of(texts: Sequence[str]) -> str:
     return ", ".join(texts[:count]) + (f" and {rest} more" if rest else "")
 
 
-def line(text: object, most: int = _MAX_LINE_CHARACTERS) -> str:
+def one_line(text: object, most: int = _MAX_LINE_CHARACTERS) -> str:
     """A text, such as another package's error, on one line, without its middle if the text is long."""
     shortened = " ".join(str(text).split())
     half = most // 2 - 2

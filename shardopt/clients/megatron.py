@@ -35,8 +35,8 @@ from shardopt.sharding.rank_group import rank_group_of
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 #: The options that Megatron's Adam and shardopt's have in common.
 _COMMON = ("lr", "weight_decay", "betas", "eps")
-#: The DistributedOptimizers of each model chunk, and of the modules that it wraps: shardopt.checkpoint looks them up.
-_optimizers: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
+#: By model chunk, and by module that a chunk wraps, its DistributedOptimizers: shardopt.checkpoint looks them up.
+_wrappers_by_model: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ...]] = weakref.WeakKeyDictionary()
 
 
 def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **options: Any) -> Any:
@@ -59,24 +59,25 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
             rule has sums over parameters, or treats them as matrices, of which each rank has a part only. In this last
             case make Megatron's optimizer anew.
     """
-    wrappers = [wrapper for wrapper in _parts(optimizer) if not getattr(wrapper, "is_stub_optimizer", False)]
+    wrappers = [wrapper for wrapper in _unchained(optimizer) if not getattr(wrapper, "is_stub_optimizer", False)]
     for wrapper in wrappers:
-        _check(wrapper)
+        _check_replaceable(wrapper)
     for wrapper in wrappers:
         wrapper.__class__ = DistributedOptimizer
         wrapper.replace(optimizer_class, options, is_alone=len(wrappers) == 1)
     for model in (model for wrapper in wrappers for chunk in wrapper.model_chunks for model in _unwrapped(chunk)):
-        _optimizers[model] = tuple(map(weakref.ref, wrappers))
+        _wrappers_by_model[model] = tuple(map(weakref.ref, wrappers))
     return optimizer
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _unchained(optimizer: Any) -> list[Any]:
     """The optimizers inside of Megatron's ChainedOptimizer; a list of the optimizer itself if it is not chained."""
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts
+    optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return optimizers
 
 
-def _check(wrapper: Any) -> None:  # raises unless Megatron's optimizer is of a kind whose Adam can be replaced
+def _check_replaceable(wrapper: Any) -> None:
+    """Raises TypeError or ValueError unless Megatron's optimizer is of a kind whose Adam can be replaced, and new."""
     if not isinstance(wrapper, _theirs.DistributedOptimizer):
         raise TypeError(
             f"got Megatron's {type(wrapper).__name__}, expected DistributedOptimizer; set "
@@ -98,11 +99,11 @@ def _check(wrapper: Any) -> None:  # raises unless Megatron's optimizer is of a 
         raise ValueError("got an optimizer that has state already, expected a new one; replace its Adam before steps")
 
 
-def _by_adam(name: str, *, loads: bool = False) -> Any:
-    """Wraps a checkpoint method of Megatron's, so that it sees an Adam with float32 moments; see ``_as_adam``."""
+def _on_decoded_adam(name: str, *, loads: bool = False) -> Any:
+    """Wraps a checkpoint method of Megatron's, so that it sees an Adam with float32 moments."""
 
     def method(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._as_adam(loads=loads):
+        with self._decoded_adam(loads=loads):
             return getattr(_theirs.DistributedOptimizer, name)(self, *args, **kwargs)
 
     return method
@@ -119,38 +120,38 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         stepped: per param group, a dict from the model's parameters to the tensors that the optimizer steps.
     """
 
-    optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _DecodedState
+    optimizer: Any  # one of shardopt's; Megatron's methods for checkpoints see a _DecodedAdam
     stepped: list[dict[Tensor, Tensor]]
 
     def replace(self, optimizer_class: type[ShardedOptimizer], options: dict[str, Any], *, is_alone: bool) -> None:
-        """Replaces Megatron's Adam; see :func:`replace_adam`."""
-        self._held = held_by_group(self)
-        self.stepped = stepped_by_group(shards_of(self), self._held, self.data_parallel_group)
-        replaced = self.optimizer
+        """Replaces Megatron's Adam; see :func:`replace_adam`. Collective.
+
+        ``is_alone`` says that the model has no other DistributedOptimizer. Detaches Megatron's views of parameters.
+        """
+        self._nonempty = nonempty_by_group(self)
+        self.stepped = stepped_by_group(shards_of(self), self._nonempty, self.data_parallel_group)
+        adam, groups = self.optimizer, []
         taken = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
-        self._dropped = [
-            {key: value for key, value in group.items() if key in replaced.defaults and key not in taken}
-            for group in replaced.param_groups
-        ]
-        groups = [
-            {**{k: v for k, v in group.items() if k not in dropped and k not in options}, "params": [*stepped.values()]}
-            for group, dropped, stepped in zip(replaced.param_groups, self._dropped, self.stepped, strict=True)
-        ]
+        self._adam_only: list[dict[str, Any]] = []  # per param group, options that only Megatron's checkpoints need
+        for group, tensors in zip(adam.param_groups, self.stepped, strict=True):
+            adam_only = {key: value for key, value in group.items() if key in adam.defaults and key not in taken}
+            kept = {key: value for key, value in group.items() if key not in adam_only and key not in options}
+            groups.append({**kept, "params": [*tensors.values()]})
+            self._adam_only.append(adam_only)
         self.optimizer = optimizer_class(groups, **options)
         self._check_rule(is_alone)
 
-    # Raises ValueError if the new optimizer needs whole matrices or sums over all parameters, but this process group
-    # has only some of the parameters or parts of them.
     def _check_rule(self, is_alone: bool) -> None:
+        """Raises ValueError if the rule needs whole parameters, or sums over all, and this group has neither."""
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
         name = type(self.optimizer).__name__
         is_whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
-        if not is_whole and any(rule.sums or rule.orthogonalized is not None for rule in rules):
+        if not is_whole and any(rule.sum_count or rule.orthogonalized is not None for rule in rules):
             raise ValueError(
                 f"got {name}, which needs whole parameters, with tensor, pipeline or expert parallelism, expected data "
                 "parallelism only; take AdamW8bit or another rule of single elements"
             )
-        if not is_alone and any(rule.totals for rule in rules):
+        if not is_alone and any(rule.has_totals for rule in rules):
             raise ValueError(
                 f"got {name}, which needs sums over all parameters, with several DistributedOptimizers, as experts and "
                 "overlap_param_gather_with_optimizer_step have, expected one; take AdamW8bit or another rule of single "
@@ -159,9 +160,10 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     def get_parameters(self) -> list[Tensor]:
         """The tensors with elements on this rank, whose gradients Megatron clips: without empty tensors."""
-        return [tensor for held in self._held for tensor in held.values()]
+        return [tensor for tensors in self._nonempty for tensor in tensors.values()]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
+        """The gradients of :meth:`get_parameters`, which Megatron unscales in place."""
         return [tensor.grad.detach() for tensor in self.get_parameters() if tensor.grad is not None]
 
     @property
@@ -169,26 +171,27 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         """The names of the moments, as keys in Megatron's checkpoints."""
         return _MOMENTS
 
-    state_dict = _by_adam("state_dict")
-    load_state_dict = _by_adam("load_state_dict", loads=True)
-    sharded_state_dict = _by_adam("sharded_state_dict")
-    save_parameter_state = _by_adam("save_parameter_state")
-    load_parameter_state = _by_adam("load_parameter_state", loads=True)
+    state_dict = _on_decoded_adam("state_dict")
+    load_state_dict = _on_decoded_adam("load_state_dict", loads=True)
+    sharded_state_dict = _on_decoded_adam("sharded_state_dict")
+    save_parameter_state = _on_decoded_adam("save_parameter_state")
+    load_parameter_state = _on_decoded_adam("load_parameter_state", loads=True)
 
-    # Megatron's sharded checkpoints read and write the float32 weight and the moments by the next two methods.
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
-        (tensor,) = (held[model_param] for held in self._held if model_param in held)
+        """The float32 weight and moments of a parameter, which Megatron's sharded checkpoints save."""
+        (tensor,) = (tensors[model_param] for tensors in self._nonempty if model_param in tensors)
         return {"param": tensor, **{name: self.optimizer.state[tensor][name] for name in _MOMENTS}}
 
     def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Any]) -> None:
+        """Overwrites the float32 weight and moments of a parameter, when Megatron loads a sharded checkpoint."""
         for name, tensor in self._get_main_param_and_optimizer_states(model_param).items():
             tensor.detach().copy_(tensors[name])
 
     @contextmanager
-    def _as_adam(self, *, loads: bool = False) -> Iterator[None]:
-        """Temporarily replaces the optimizer by an Adam with decoded float32 moments; encodes them if ``loads``."""
+    def _decoded_adam(self, *, loads: bool) -> Iterator[None]:
+        """Inside, the optimizer is an Adam with decoded float32 moments. With ``loads`` encodes these afterwards."""
         ours = self.optimizer
-        if isinstance(ours, _DecodedState):  # inside of another of these methods
+        if isinstance(ours, _DecodedAdam):  # a checkpoint method has called another one
             yield
             return
         if not isinstance(ours, AdamW) or any(group["amsgrad"] for group in ours.param_groups):
@@ -196,7 +199,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
                 f"got {type(ours).__name__} for Megatron's own checkpoint, which knows Adam's two moments only, "
                 "expected AdamW or Adam without amsgrad; use shardopt.checkpoint.save and load"
             )
-        self.optimizer = decoded = _DecodedState(ours, self._held, self._dropped)
+        self.optimizer = decoded = _DecodedAdam(ours, self._nonempty, self._adam_only)
         try:
             yield
         finally:
@@ -205,38 +208,36 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
             decoded.encode(ours)
 
 
-class _DecodedState(Optimizer):
+class _DecodedAdam(Optimizer):
     """An imitation of Megatron's Adam, for its checkpoint methods, with the decoded moments of shardopt's optimizer."""
 
-    def __init__(self, ours: AdamW, held: list[dict[Tensor, Tensor]], dropped: list[dict[str, Any]]) -> None:
-        params = [param for group in ours.param_groups for param in group["params"]]
-        saved = ours.state_dict(dequantize=True)["state"]
-        state = {param: saved[index] for index, param in enumerate(params) if index in saved}
-        steps = sorted({int(of_param.pop("step")) for of_param in state.values()}) or [0]
+    def __init__(
+        self, ours: AdamW, nonempty: Sequence[Mapping[Tensor, Tensor]], adam_only: Sequence[Mapping[str, Any]]
+    ) -> None:
+        decoded = ours.state_dict(dequantize=True)["state"]
+        state = {param: decoded[index] for param, index in _indices(ours).items() if index in decoded}
+        steps = sorted({int(entries.pop("step")) for entries in state.values()}) or [0]
         if len(steps) > 1:
             raise RuntimeError(
                 f"got parameters with {steps} steps for Megatron's own checkpoint, which knows one number, expected "
                 "the same; use shardopt.checkpoint.save and load"
             )
         groups = [
-            {**of_adam, **_common(ours, group), "step": steps[0], "params": [*tensors.values()]}
-            for group, tensors, of_adam in zip(ours.param_groups, held, dropped, strict=True)
+            {**options, **_adam_entries(ours, group), "step": steps[0], "params": [*tensors.values()]}
+            for group, tensors, options in zip(ours.param_groups, nonempty, adam_only, strict=True)
         ]
         super().__init__(groups, {})
         for param in (param for group in self.param_groups for param in group["params"]):
-            moments = state.get(param) or {name: torch.zeros_like(param) for name in _MOMENTS}
+            moments = state.get(param) or {name: torch.zeros_like(param) for name in _MOMENTS}  # before the first step
             if not _theirs.HAVE_APEX_OR_TE:  # torch's Adam, whose state has the step
                 moments["step"] = torch.tensor(float(steps[0]), device="cpu")
             self.state[param] = moments
 
     def encode(self, ours: AdamW) -> None:
         """Loads the float32 moments, steps and options into shardopt's optimizer. All ranks must call this."""
-        indices = {
-            param: index for index, param in enumerate(p for group in ours.param_groups for p in group["params"])
-        }
-        groups, state = [], {}
+        indices, groups, state = _indices(ours), [], {}
         for group, loaded in zip(ours.param_groups, self.param_groups, strict=True):
-            options = {key: loaded.get(key, value) for key, value in _common(ours, group).items()}
+            options = {key: loaded.get(key, value) for key, value in _adam_entries(ours, group).items()}
             groups.append({**options, "params": [indices[param] for param in group["params"]]})
             for param in loaded["params"]:
                 step = torch.tensor(float(loaded.get("step", 0)), device="cpu")
@@ -244,10 +245,15 @@ class _DecodedState(Optimizer):
         ours.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _common(ours: AdamW, group: dict[str, Any]) -> dict[str, Any]:
+def _indices(optimizer: Optimizer) -> dict[Tensor, int]:
+    """The index of each parameter in the optimizer's state dict."""
+    return {p: index for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+
+
+def _adam_entries(ours: AdamW, group: dict[str, Any]) -> dict[str, Any]:
     """The entries of a param group for Megatron's Adam: options that it knows, and Megatron's own entries."""
-    theirs = (key for key in group if key != "params" and (key in _COMMON or key not in ours.defaults))
-    return {key: group[key] for key in theirs}
+    only_ours = ours.defaults.keys() - set(_COMMON)
+    return {key: value for key, value in group.items() if key != "params" and key not in only_ours}
 
 
 def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
@@ -261,30 +267,30 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
     group = wrapper.data_parallel_group
     ranks = rank_group_of(group)
     shards = {}
-    for buffer, of_buckets in zip(wrapper.buffers, wrapper.gbuf_ranges, strict=True):
-        (ranges,) = of_buckets.values()
+    for buffer, ranges_by_dtype in zip(wrapper.buffers, wrapper.gbuf_ranges, strict=True):
+        (ranges,) = ranges_by_dtype.values()  # by bucket
         for param, (begin, _, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             size = bucket.grad_data.numel() // dist.get_world_size(group)
             shard = FlatShard(tuple(param.shape), begin - bucket.offset, size, ranks)
-            known = ranges[number]["param_map"].get(param)
-            theirs = (known["param"].start, known["param"].end) if known else (0, 0)
-            ours = (shard.start, shard.end) if shard.numel else (0, 0)
-            if theirs != ours:
+            entry = ranges[number]["param_map"].get(param)
+            listed = (entry["param"].start, entry["param"].end) if entry else (0, 0)
+            computed = (shard.start, shard.end) if shard.numel else (0, 0)
+            if listed != computed:
                 raise UnknownShardError(
-                    f"got elements {theirs} of a parameter of shape {tuple(param.shape)} on this rank, expected {ours} "
-                    "by the parameter's bucket; this version of Megatron-Core shards in a way that shardopt does not "
-                    "know"
+                    f"got elements {listed} of a parameter of shape {tuple(param.shape)} on this rank, expected "
+                    f"{computed} by the parameter's bucket; this version of Megatron-Core shards in a way that "
+                    "shardopt does not know"
                 )
             shards[param] = shard
     ordered = dict.fromkeys(param for chunk in wrapper.model_chunks for param in chunk.parameters())
     return {param: shards[param] for param in ordered if param in shards}
 
 
-def held_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
-    """Per param group, a dict from the model's parameters to the float32 tensors that this rank steps.
+def nonempty_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
+    """Per param group, a dict from parameters with elements in this rank's ranges to the float32 tensors of these.
 
-    Detaches views of float32 parameters, as torch.optim accepts only leaves of autograd.
+    Detaches the wrapper's views of float32 parameters in place, as torch.optim accepts only leaves of autograd.
     """
     groups = []
     for models, views, halves, masters in zip(
@@ -302,23 +308,23 @@ def held_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
 
 
 def stepped_by_group(
-    shards: Mapping[Tensor, FlatShard], held: Sequence[Mapping[Tensor, Tensor]], group: dist.ProcessGroup
+    shards: Mapping[Tensor, FlatShard], nonempty: Sequence[Mapping[Tensor, Tensor]], group: dist.ProcessGroup
 ) -> list[dict[Tensor, Tensor]]:
-    """Adds empty tensors to ``held``, so that all ranks have the same parameters, and assigns all tensors their shards.
+    """Returns ``nonempty`` with empty tensors for other ranks' parameters, and assigns all tensors their shards.
 
-    All ranks of ``group`` must call this, with ``shards`` of the same parameters in the same order. ``held`` and the
-    result have a dict per param group, from the model's parameters to tensors.
+    Collective in ``group``, with ``shards`` of the same parameters in the same order: a rank knows the param group of a
+    parameter only if it has elements of it. The result has the same parameters on all ranks.
     """
     numbers = {param: number for number, param in enumerate(shards)}
-    known = {numbers[param]: index for index, params in enumerate(held) for param in params}
-    of_ranks = rank_group_of(group).gathered(json.dumps(list(known.items())).encode()).values()
-    index_of = {number: index for of_rank in of_ranks for number, index in json.loads(of_rank)}
-    stepped: list[dict[Tensor, Tensor]] = [{} for _ in held]
+    known = [(numbers[param], index) for index, params in enumerate(nonempty) for param in params]
+    messages = rank_group_of(group).all_gather(json.dumps(known).encode()).values()
+    group_indices = dict(pair for message in messages for pair in json.loads(message))
+    stepped: list[dict[Tensor, Tensor]] = [{} for _ in nonempty]
     for param, shard in shards.items():
-        if numbers[param] not in index_of:  # the parameter of another optimizer of the same buffers
+        index = group_indices.get(numbers[param])
+        if index is None:  # the parameter of another optimizer of the same buffers
             continue
-        index = index_of[numbers[param]]
-        tensor = held[index].get(param)
+        tensor = nonempty[index].get(param)
         if tensor is None:
             tensor = torch.empty(0, dtype=torch.float32, device=param.device)
         assign(tensor, shard.with_float32_state() if keeps_float32_state(param) else shard)
@@ -329,19 +335,21 @@ def stepped_by_group(
 def _unwrapped(model: Module) -> Iterator[Module]:
     """Gives a model, then the modules inside of its wrappers (DistributedDataParallel, Float16Module) one by one."""
     yield model
-    while isinstance(inner := getattr(model, "module", None), Module):
-        model = inner
+    while isinstance(wrapped := getattr(model, "module", None), Module):
+        model = wrapped
         yield model
 
 
-def _wrappers(model: Module) -> list[Any]:
+def _wrappers_of(model: Module) -> list[Any]:
     """The DistributedOptimizers that :func:`replace_adam` has set up for a model, if they still exist."""
-    return [wrapper for reference in _optimizers.get(model, ()) if (wrapper := reference()) is not None]
+    wrappers = (reference() for reference in _wrappers_by_model.get(model, ()))
+    return [wrapper for wrapper in wrappers if wrapper is not None]
 
 
-# Whether an optimizer given to shardopt.checkpoint, Megatron's or shardopt's inside of it, is one of the model's.
 def _has_optimizer(model: Module, optimizer: Optimizer) -> bool:
-    return any(part in (known, known.optimizer) for part in _parts(optimizer) for known in _wrappers(model))
+    """Whether an optimizer given to shardopt.checkpoint is the model's: Megatron's, or shardopt's inside of it."""
+    known = [each for wrapper in _wrappers_of(model) for each in (wrapper, wrapper.optimizer)]
+    return any(given in known for given in _unchained(optimizer))
 
 
 @contextmanager
@@ -354,10 +362,9 @@ def _opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
         yield bare, wrapper.optimizer
 
 
-# The DistributedOptimizer of a model for shardopt.checkpoint; raises ValueError if there are several, or several model
-# chunks, or parallelism other than data parallelism.
 def _only_wrapper(model: Module) -> Any:
-    wrappers = _wrappers(model)
+    """A model's DistributedOptimizer; ValueError if shardopt.checkpoint could not name all ranks' parameters."""
+    wrappers = _wrappers_of(model)
     if len(wrappers) != 1 or len(wrappers[0].model_chunks) != 1:
         chunks = [len(wrapper.model_chunks) for wrapper in wrappers]
         raise ValueError(
@@ -381,10 +388,12 @@ def _refresh(model: Module) -> None:
     wrapper.model_chunks[0].start_param_sync(force_sync=True)
 
 
-# Registers Megatron models with shardopt.checkpoint: how to find their optimizers, and to open and refresh them.
 class _Megatron(Kind):
+    """Tells shardopt.checkpoint how to find the optimizer of a Megatron model, and to save and load both."""
+
     def engines_of(self, model: Module) -> Engines | None:
-        return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers(model) else None
+        """The functions for models whose Adam was replaced; None for any other model."""
+        return Engines("Megatron", _has_optimizer, _opened, _refresh) if _wrappers_of(model) else None
 
 
 register(_Megatron())

@@ -31,7 +31,8 @@ VERSIONS = ((4, 57), (6, 0))
 
 #: Defaults of TrainingArguments' adam_beta1, adam_beta2, adam_epsilon: left so, the optimizer's own defaults apply.
 _BETAS, _EPS = (0.9, 0.999), 1e-8
-_OF_GROUPS = inspect.signature(muon_groups).parameters.keys() - {"model", "lr"}
+#: Options in ``optim_args`` that are muon_groups' arguments instead of Muon's.
+_GROUP_OPTIONS = inspect.signature(muon_groups).parameters.keys() - {"model", "lr"}
 
 
 def register() -> None:
@@ -43,7 +44,7 @@ def register() -> None:
         RuntimeError: the installed version of transformers has not been tried.
     """
     version = installed_version()
-    if version is not None and not is_known(version):
+    if version is not None and not is_supported(version):
         first, end = (".".join(map(str, numbers)) for numbers in VERSIONS)
         raise RuntimeError(
             f"got transformers {version}, expected {first} or later, before {end}, to name optimizers by optim=; pass "
@@ -61,20 +62,20 @@ def installed_version() -> str | None:
         return None
 
 
-def is_known(version: str) -> bool:
+def is_supported(version: str) -> bool:
     """Whether this version of transformers can be patched."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < VERSIONS[1]
 
 
 def add_names(training_args: ModuleType) -> None:
-    """Adds shardopt's names to the enumeration ``OptimizerNames``; does nothing in an unknown transformers version."""
-    if not is_known(installed_version() or ""):
+    """Adds shardopt's names to the enumeration ``OptimizerNames``, if this version of transformers can be patched."""
+    if not is_supported(installed_version() or ""):
         return
     names = training_args.OptimizerNames
     for value in NAMES:
         if value in names._value2member_map_:
             continue
-        member = str.__new__(names, value)
+        member = str.__new__(names, value)  # an Enum refuses new members, so they are put into its tables
         member._name_, member._value_ = value.upper(), value
         setattr(names, value.upper(), member)
         names._member_names_.append(value.upper())
@@ -82,16 +83,16 @@ def add_names(training_args: ModuleType) -> None:
         names._value2member_map_[value] = member
 
 
-def find_by_name(trainer: ModuleType) -> None:
-    """Patches Trainer to return shardopt's class for its name; does nothing in an unknown transformers version."""
-    if not is_known(installed_version() or ""):
+def patch_trainer(trainer: ModuleType) -> None:
+    """Patches Trainer to find shardopt's classes by name, if this version of transformers can be patched."""
+    if not is_supported(installed_version() or ""):
         return
-    of_others = trainer.Trainer.get_optimizer_cls_and_kwargs
+    original = trainer.Trainer.get_optimizer_cls_and_kwargs
 
-    @functools.wraps(of_others)
+    @functools.wraps(original)
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         kind = NAMES.get(getattr(args.optim, "value", args.optim))
-        return of_others(args, model) if kind is None else (kind, _arguments(kind, args, model))
+        return original(args, model) if kind is None else (kind, _arguments(kind, args, model))
 
     trainer.Trainer.get_optimizer_cls_and_kwargs = staticmethod(get_optimizer_cls_and_kwargs)
 
@@ -128,33 +129,35 @@ def _arguments(kind: type[ShardedOptimizer], args: Any, model: Any) -> dict[str,
             f"optim_args: got weight_decay={given['weight_decay']}, expected TrainingArguments(weight_decay=...), as "
             "Trainer writes that one into its param groups; move the value there"
         )
-    of_adam = _changed_of_adam(kind, args)
+    adam_options = _changed_adam_options(kind, args)
     if not issubclass(kind, Muon):
-        return {"lr": args.learning_rate, **of_adam, **given}
+        return {"lr": args.learning_rate, **adam_options, **given}
     if model is None:
         raise ValueError(
             f"optim: got {kind.__name__} from a trainer that passes no model, expected a model, as Muon's groups need "
             "the parameters' names; choose another optimizer"
         )
-    adamw_eps = of_adam.pop("eps", None)
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **of_adam, **given}
-    groups = _muon_groups(model, options["lr"], {name: options.pop(name) for name in _OF_GROUPS & options.keys()})
+    adamw_eps = adam_options.pop("eps", None)  # not for matrices: Muon's eps is another quantity
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **adam_options, **given}
+    group_options = {name: options.pop(name) for name in _GROUP_OPTIONS & options.keys()}
+    groups = _muon_groups(model, options["lr"], group_options)
     for group in groups:
         if adamw_eps is not None and "eps" not in given and group["algorithm"] == "adamw":
             group.setdefault("eps", adamw_eps)
     return {"params": groups, **options}
 
 
-def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
+def _changed_adam_options(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
     """``betas`` and ``eps`` of TrainingArguments, if changed from its defaults and if the optimizer has them."""
-    if "betas" not in (parameters := inspect.signature(kind).parameters):
+    parameters = inspect.signature(kind).parameters
+    if "betas" not in parameters:
         return {}
     changed: dict[str, Any] = {}
     betas = list(parameters["betas"].default)
-    for place, beta in enumerate((args.adam_beta1, args.adam_beta2)):
-        if beta != _BETAS[place]:
-            betas[place] = beta
-            changed["betas"] = tuple(betas)
+    for index, beta in enumerate((args.adam_beta1, args.adam_beta2)):
+        if beta != _BETAS[index]:
+            betas[index] = beta
+            changed["betas"] = tuple(betas)  # a beta that was left alone keeps the optimizer's default
     if args.adam_epsilon != _EPS and "eps" in parameters:
         changed["eps"] = args.adam_epsilon
     return changed
@@ -163,7 +166,7 @@ def _changed_of_adam(kind: type[ShardedOptimizer], args: Any) -> dict[str, Any]:
 def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGroups:
     """Makes Muon's param groups: vectors without weight decay, as Trainer does, and frozen parameters under AdamW."""
     parameters = param_groups(model).parameters
-    frozen = {escape(p.names[0]): {"algorithm": "adamw"} for p in parameters if "frozen" in p.notes}
-    vectors = [escape(parameter.names[0]) for parameter in parameters if len(parameter.shape) < 2]
+    frozen = {escape(each.names[0]): {"algorithm": "adamw"} for each in parameters if "frozen" in each.notes}
+    vectors = [escape(each.names[0]) for each in parameters if len(each.shape) < 2]
     options = {"no_decay": vectors, **options, "overrides": {**frozen, **options.get("overrides", {})}}
     return muon_groups(model, lr, **options)

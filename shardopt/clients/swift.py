@@ -17,6 +17,7 @@ class Named(OptimizerCallback):  # type: ignore[misc]
     """Makes the optimizer of shardopt that ``--optimizer`` names, with the options in ``--optim_args``."""
 
     def create_optimizer(self, model: Any = None) -> Any:
+        """Sets ``optim``, which ms-swift and Trainer look up, to the name that ``--optimizer`` gives."""
         self.args.optim = OptimizerNames(self.args.optimizer)
         return super().create_optimizer(model)
 

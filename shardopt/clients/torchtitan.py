@@ -18,6 +18,7 @@ from shardopt.optim import ShardedOptimizer
 
 
 def _optimizer_class(name: str) -> type[ShardedOptimizer]:
+    """The optimizer of shardopt with this class name; ValueError if there is none."""
     value = getattr(shardopt, name, None)
     if isinstance(value, type) and issubclass(value, ShardedOptimizer):
         return value
@@ -39,6 +40,7 @@ class OptimizersContainer(_theirs.OptimizersContainer):  # type: ignore[misc]
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        """Overrides torchtitan's look-up of a config's ``optimizer_name``, which goes first."""
         try:
             theirs: Callable[..., Optimizer] = _theirs.OptimizersContainer._resolve_optimizer_factory(name)
         except NotImplementedError:  # torchtitan's way to say that it does not know the name

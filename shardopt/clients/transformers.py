@@ -45,11 +45,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         self._resume_from = resume_from
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the arguments.
-
-        Raises:
-            ValueError: ``save_only_model`` is False, so that Trainer would write an optimizer file, too.
-        """
+        """Raises ValueError if ``save_only_model`` is False, so that Trainer would write an optimizer file, too."""
         if not args.save_only_model:
             raise ValueError(
                 "got save_only_model=False with PortableCheckpoint, which saves the optimizer, expected "
@@ -62,14 +58,14 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         Raises:
             CheckpointError: see :func:`shardopt.checkpoint.save`.
         """
-        folder, model, lr_scheduler = _folder(args, state), kwargs["model"], kwargs["lr_scheduler"]
-        stateful = _stateful(kwargs["optimizer"], lr_scheduler)
-        extra: dict[str, Any] = {name: _saved(value) for name, value in stateful.items()}
+        folder, model, lr_scheduler = _checkpoint_folder(args, state), kwargs["model"], kwargs["lr_scheduler"]
+        stateful = _schedule_and_scaler(kwargs["optimizer"], lr_scheduler)
+        extra: dict[str, Any] = {name: _saved_state(value) for name, value in stateful.items()}
         checkpoint.save(folder / FOLDER, model, kwargs["optimizer"], **extra)
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
             save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
-        if _by_deepspeed() and args.should_save:  # Trainer reads this file by itself
+        if _uses_deepspeed() and args.should_save:  # Trainer reads this file by itself
             torch.save(lr_scheduler.state_dict(), folder / _trainer.SCHEDULER_NAME)
         _trainer.Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # which Trainer reads by itself, too
 
@@ -85,11 +81,11 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
                 "got a hyper-parameter search with PortableCheckpoint, expected a single run, as Trainer does not tell "
                 "callbacks the folders of a search; leave the callback out"
             )
-        if not state.global_step or _by_deepspeed():  # see _load_deepspeed
+        if not state.global_step or _uses_deepspeed():  # with DeepSpeed Trainer calls _load_into_engine
             return
-        folder = _folder(args, state) if self._resume_from is None else Path(self._resume_from)
+        folder = _checkpoint_folder(args, state) if self._resume_from is None else Path(self._resume_from)
         loaded = checkpoint.load(folder / FOLDER, kwargs["model"], kwargs["optimizer"])
-        for name, stateful in _stateful(kwargs["optimizer"], kwargs["lr_scheduler"]).items():
+        for name, stateful in _schedule_and_scaler(kwargs["optimizer"], kwargs["lr_scheduler"]).items():
             if name in loaded.extra:
                 stateful.load_state_dict(loaded.extra[name])
 
@@ -108,18 +104,13 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         self._max_norm = max_norm
 
     def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the arguments.
-
-        Raises:
-            ValueError: ``max_grad_norm`` is not 0, so that Trainer would clip, too; or Trainer trains by DeepSpeed,
-                which clips by itself.
-        """
+        """Raises ValueError if Trainer would clip, too (``max_grad_norm`` is not 0), or DeepSpeed would."""
         if args.max_grad_norm:
             raise ValueError(
                 f"got max_grad_norm={args.max_grad_norm} with ClipGradNorm, expected "
                 "TrainingArguments(max_grad_norm=0.0): gradients would be clipped twice"
             )
-        if _by_deepspeed():
+        if _uses_deepspeed():
             raise ValueError(
                 "got DeepSpeed with ClipGradNorm, expected another way of sharding: DeepSpeed clips by itself; "
                 'leave the callback out, and set max_grad_norm or "gradient_clipping"'
@@ -136,36 +127,38 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
 
 
-def _by_deepspeed() -> bool:  # whether Trainer trains by DeepSpeed
+def _uses_deepspeed() -> bool:
+    """Whether Trainer trains by DeepSpeed."""
     return getattr(AcceleratorState(), "deepspeed_plugin", None) is not None
 
 
-_load_by_deepspeed = _trainer.deepspeed_load_checkpoint
+_original_load = _trainer.deepspeed_load_checkpoint
 
 
-def _load_deepspeed(engine: Any, path: str, **kwargs: Any) -> None:
+def _load_into_engine(engine: Any, path: str, **kwargs: Any) -> None:
     """Replaces Trainer's loading of DeepSpeed checkpoints: loads shardopt's checkpoint if the folder contains one."""
     if not (Path(path) / FOLDER).is_dir():
-        _load_by_deepspeed(engine, path, **kwargs)
+        _original_load(engine, path, **kwargs)
         return
     loaded = checkpoint.load(Path(path) / FOLDER, engine)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
 
 
-_trainer.deepspeed_load_checkpoint = _load_deepspeed
+_trainer.deepspeed_load_checkpoint = _load_into_engine
 
 
-def _folder(args: TrainingArguments, state: Any) -> Path:
+def _checkpoint_folder(args: TrainingArguments, state: Any) -> Path:
+    """Trainer's folder for the checkpoint of the current step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-# The objects besides model and optimizer whose state dicts are saved: the schedule, and the loss scaler if any.
-def _stateful(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+def _schedule_and_scaler(optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+    """The objects besides model and optimizer whose state is saved: the schedule, and the loss scaler if any."""
     scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
     return {"lr_scheduler": lr_scheduler} | ({} if scaler is None else {"scaler": scaler})
 
 
-def _saved(stateful: Any) -> dict[str, Any]:
+def _saved_state(stateful: Any) -> dict[str, Any]:
     """The state dict to save: without MultiStepLR's milestones, which have integer keys and come from its arguments."""
     return {key: value for key, value in stateful.state_dict().items() if key != "milestones"}

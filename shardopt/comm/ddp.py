@@ -17,8 +17,8 @@ from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import WireFormat
 from shardopt.kernels.autograd import without_autograd
-from shardopt.release.ddp_buckets import reduced_parameters
-from shardopt.release.released import Hook
+from shardopt.release.backward import Hook
+from shardopt.release.ddp_buckets import parameters_in_buckets, register_hook
 
 #: Gradients of several parameters are combined into messages of about this many bytes.
 _MESSAGE_BYTES = 1 << 25
@@ -30,7 +30,6 @@ class GradientReducer:
     Args:
         messages: a list of parameters per message: the gradients of a list are exchanged together.
         progress: calls this object at the end of each backward pass.
-        wire: the number format of gradients in messages.
         mesh: a list of the process group of all ranks; empty for one process.
     """
 
@@ -38,25 +37,25 @@ class GradientReducer:
         self, messages: Sequence[Sequence[Tensor]], progress: Progress, wire: WireFormat, mesh: Sequence[ProcessGroup]
     ) -> None:
         self._progress, self._mesh = progress, mesh
-        self._sums = [(params, Reduction(progress, wire, (x.shape for x in params), mesh)) for params in messages]
-        progress.at_end.append(self._end)
+        self._messages = [(params, Reduction(progress, wire, (x.shape for x in params), mesh)) for params in messages]
+        progress.end_callbacks.append(self._end_pass)
 
     @without_autograd
-    def _end(self) -> None:
-        """Adds ``.grad`` to the sums, then sets it to zeros, or after the step's last pass to the all-gathered mean."""
-        for params, sums in self._sums:
-            if all(param.grad is None for param in params):
+    def _end_pass(self) -> None:
+        """Adds ``.grad`` to the sums, and sets it to zeros, or in the step's last pass to the all-gathered mean."""
+        for params, reduction in self._messages:
+            if all(param.grad is None for param in params):  # on all ranks, as DDP gives them all a gradient or none
                 continue
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-            chunks = torch._chunk_cat([x if x.dim() else x.view(1) for x in grads], dim=0, num_chunks=sums.size)
-            sums.push(chunks, chunks[sums.rank])
+            chunks = torch._chunk_cat([x if x.dim() else x.view(1) for x in grads], dim=0, num_chunks=reduction.size)
+            reduction.reduce_scatter(chunks, chunks[reduction.rank])
             if not self._progress.is_last:
                 torch._foreach_zero_(grads)
                 continue
-            if sums.size > 1:
-                dist.all_gather(list(chunks), chunks[sums.rank].clone(), group=self._mesh[0])
-            for grad, place in zip(grads, sums.wire.places, strict=True):
-                grad.copy_(chunks[:, place].reshape(-1)[: grad.numel()].view_as(grad))
+            if reduction.size > 1:
+                dist.all_gather(list(chunks), chunks[reduction.rank].clone(), group=self._mesh[0])
+            for grad, columns in zip(grads, reduction.wire.slices, strict=True):
+                grad.copy_(chunks[:, columns].reshape(-1)[: grad.numel()].view_as(grad))
 
 
 class PlainReducer(GradientReducer):
@@ -68,7 +67,7 @@ class PlainReducer(GradientReducer):
         for param in params:
             is_trained = param.requires_grad
             param.requires_grad_(True)  # a frozen parameter may be trained later, and PyTorch refuses its hook now
-            param.register_hook(progress.begin)  # type: ignore[no-untyped-call]
+            param.register_hook(progress.begin_pass)  # type: ignore[no-untyped-call]
             param.requires_grad_(is_trained)
 
 
@@ -76,30 +75,32 @@ class DdpReducer(GradientReducer):
     """Ordered sums of the gradients of a DDP module. Parameters that no rank has used keep the gradient None."""
 
     def __init__(self, replica: DistributedDataParallel, progress: Progress, wire: WireFormat) -> None:
-        trained = [param for param in reduced_parameters(replica) if param.requires_grad]
+        trained = [param for param in parameters_in_buckets(replica) if param.requires_grad]
         params = [param for param in trained if param.numel()]
-        numbers, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
-        super().__init__([[params[n] for n in each] for each in numbers], progress, wire, [replica.process_group])
-        self._seen: list[int] = []  # indices of the buckets whose reduction DDP has asked for in this backward pass
-        replica.register_comm_hook(self._seen, lambda seen, bucket: _leave(seen, bucket))
+        index_lists, _ = _compute_bucket_assignment_by_size(params, [_MESSAGE_BYTES])
+        messages = [[params[index] for index in indices] for indices in index_lists]
+        super().__init__(messages, progress, wire, [replica.process_group])
+        self._reduced_buckets: list[int] = []  # indices of buckets that DDP has asked to reduce in this backward pass
+        register_hook(replica, self._reduced_buckets, _skip_all_reduce)
         # This hook keeps self alive: a reference from a parameter's hook would be a cycle that is never collected.
-        replica.register_forward_pre_hook(lambda *_: self._seen.clear())
+        replica.register_forward_pre_hook(lambda *_: self._reduced_buckets.clear())
         for param in trained:  # parameters without elements, too: DDP may reduce their bucket first
-            param.register_hook(Hook(progress.begin))  # type: ignore[no-untyped-call]
+            param.register_hook(Hook(progress.begin_pass))  # type: ignore[no-untyped-call]
 
-    def _end(self) -> None:
-        if not self._seen:  # DDP has reduced no bucket in this pass, as in no_sync()
+    def _end_pass(self) -> None:
+        """As the base class; raises RuntimeError if DDP has reduced no bucket in this pass, as in ``no_sync()``."""
+        if not self._reduced_buckets:
             raise RuntimeError(
                 "got a backward pass that DistributedDataParallel does not reduce, expected a pass that it reduces; "
                 "call DistributedDataParallel, not its module, outside of no_sync()"
             )
-        self._seen.clear()
-        super()._end()
+        self._reduced_buckets.clear()
+        super()._end_pass()
 
 
-def _leave(seen: list[int], bucket: GradBucket) -> Future[Tensor]:
-    """A DDP communication hook that does not reduce: DDP only finds out which parameters any rank has used."""
-    seen.append(bucket.index())
+def _skip_all_reduce(buckets: list[int], bucket: GradBucket) -> Future[Tensor]:
+    """A DDP hook that does not reduce, but notes the bucket: DDP only finds out which parameters any rank has used."""
+    buckets.append(bucket.index())
     buffer = bucket.buffer()
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
     done.set_result(buffer)

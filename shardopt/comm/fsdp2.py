@@ -14,7 +14,7 @@ from torch.nn import Module
 from shardopt.comm.progress import Progress
 from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import WireFormat
-from shardopt.release.fsdp_groups import groups_of
+from shardopt.release.fsdp_groups import torch_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def _mesh_of(group: Any) -> list[ProcessGroup]:
     """The process group over which a parameter group is sharded, and with HSDP that of the replicas of a shard."""
-    groups = group.mesh_info.shard_process_group, getattr(group.mesh_info, "replicate_process_group", None)
-    return [each for each in groups if each is not None]
+    groups = [group.mesh_info.shard_process_group, getattr(group.mesh_info, "replicate_process_group", None)]
+    return list(filter(None, groups))
 
 
 class FsdpReducer:
@@ -31,11 +31,11 @@ class FsdpReducer:
 
     def __init__(self, name: str, module: FSDPModule, progress: Progress, wire: WireFormat) -> None:
         self._name, self._progress, self._format = name, progress, wire
-        (self._group,) = groups_of(module)
+        (self._group,) = torch_groups(module)
         assert isinstance(module, Module)
         self._mesh = _mesh_of(self._group)
-        self._sums: Reduction | None = None
-        self._summed: list[Any] = []  # the trained parameters of this step's first pass, and so of all its passes
+        self._reduction: Reduction | None = None  # of this step
+        self._trained: list[Any] = []  # the trained parameters of this step's first pass, and so of all its passes
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
         if self._mesh[0].size() == 1:  # FSDP2 leaves the reduce-scatter out
             module.set_all_reduce_hook(lambda gradient: self(gradient, gradient, self._mesh[0], None))
@@ -51,41 +51,39 @@ class FsdpReducer:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Adds the gradients of one micro-batch of each rank; FSDP2 calls this in place of its reduce-scatter.
-
-        In the step's last backward pass the output becomes the mean over all micro-batches; before, it is zeros.
-        """
-        self._progress.begin()
+        """Replaces FSDP2's reduce-scatter: see :meth:`Reduction.reduce_scatter`. Raises RuntimeError for wrong use."""
+        self._progress.begin_pass()
         chunks = input_tensor.view(group.size(), -1)
         trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
-        if self._sums is None or not self._sums.counter.next:  # the first pass of a step
+        if self._reduction is None or self._reduction.sum.next_term == 0:  # the first pass of a step
             cuts = ((param._orig_size, param.fsdp_placement.dim) for param in trained)
-            shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]
-            self._sums, self._summed = Reduction(self._progress, self._format, shapes, self._mesh), trained
-        if trained != self._summed or self._sums.wire.numel != chunks.shape[1]:
+            shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]  # as matrices of slices
+            self._reduction, self._trained = Reduction(self._progress, self._format, shapes, self._mesh), trained
+        if trained != self._trained or self._reduction.wire.numel != chunks.shape[1]:
             raise RuntimeError(
                 f"{self._name!r}: got gradients of {chunks.shape[1]} elements per rank, expected "
-                f"{self._sums.wire.numel}: requires_grad was changed within a step, or a parameter had no gradient in "
-                "this micro-batch, which needs a PyTorch whose FSDPModule has set_reduce_scatter_unused_params (2.13); "
-                "use all of a module's parameters, or DistributedDataParallel"
+                f"{self._reduction.wire.numel}: requires_grad was changed within a step, or a parameter had no "
+                "gradient in this micro-batch, which needs a PyTorch whose FSDPModule has "
+                "set_reduce_scatter_unused_params (2.13); use all of a module's parameters, or DistributedDataParallel"
             )
-        if not self._progress.is_behind(self._sums.counter):
+        if not self._progress.is_missing_in(self._reduction.sum):
             raise RuntimeError(
                 f"{self._name!r}: got two gradients in one backward pass, expected one: FSDP2 reduces one for each use "
                 "of a module; call fully_shard on the module that uses this one several times, not on this one"
             )
-        self._sums.push(chunks, output_tensor)
+        self._reduction.reduce_scatter(chunks, output_tensor)
 
-    def _begin_forward(self) -> None:  # checks that FSDP2's options are unchanged, and drops leftovers of failed passes
+    def _begin_forward(self) -> None:
+        """Checks that FSDP2's options are unchanged, and drops gradients that a failed pass has left unreduced."""
         if torch._C._current_graph_task_id() != -1:  # within a backward pass: activation checkpointing recomputes
             return
-        _check_reduction(self._name, self._group, 1.0)
-        for param in self._group.fsdp_params:  # a pass that raised leaves gradients, to which FSDP2 adds the next ones
+        _check_options(self._name, self._group, 1.0)
+        for param in self._group.fsdp_params:  # FSDP2 would add the next gradients to the failed pass's
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
 
-def _check_reduction(name: str, group: Any, factor: float | None) -> None:
+def _check_options(name: str, group: Any, factor: float | None) -> None:
     """Checks that FSDP2 reduces gradients in each backward pass, and divides by ``factor`` (None: its default)."""
     if group.gradient_divide_factor != factor or not (group.reduce_grads and group.all_reduce_grads):
         raise RuntimeError(
@@ -97,41 +95,45 @@ def _check_reduction(name: str, group: Any, factor: float | None) -> None:
 
 def checked_mesh(model: Module, sharded: dict[str, FSDPModule], wire: WireFormat) -> list[ProcessGroup]:
     """The mesh of all FSDP2 modules; raises if meshes differ, reductions are customized, or parameters unsharded."""
-    meshes, managed = dict[str, list[ProcessGroup]](), set[int]()
-    for name, module in sharded.items():
-        groups = groups_of(module)
-        if len(groups) > 1:
-            raise ValueError(f"{name!r}: got parameters on {len(groups)} meshes, expected one; shard its modules apart")
-        group = groups[0]
-        comm = type(group._reduce_scatter_comm).__name__
-        if comm != "DefaultReduceScatter" or group._all_reduce_hook is not None:
-            raise RuntimeError(
-                f"{name!r}: got a module whose reduction has been replaced ({comm}), expected FSDP2's own; call "
-                "ordered_gradients once, and set no other communication hook"
-            )
-        _check_reduction(name, group, None)
-        if wire == "e4m3" and any(param.fsdp_placement.dim for param in group.fsdp_params):
-            raise ValueError(
-                f"{name!r}: got a parameter sharded along another dim than 0 and wire='e4m3', expected dim 0: its "
-                "blocks of 128 would be others on each number of ranks; use wire='bf16'"
-            )
-        meshes[name] = _mesh_of(group)
-        managed.update(id(param.sharded_param) for param in group.fsdp_params)
+    groups = {name: _checked_group(name, module, wire) for name, module in sharded.items()}
+    managed = {id(param.sharded_param) for group in groups.values() for param in group.fsdp_params}
     for name, param in model.named_parameters():
         if param.requires_grad and id(param) not in managed:
             raise ValueError(
                 f"{name}: got a parameter outside of all modules that fully_shard made, expected all parameters within "
                 "such modules, as others' gradients are not reduced; call fully_shard on the module that has it"
             )
-    (first, mesh), *_ = meshes.items()
-    ranks = [dist.get_process_group_ranks(group) for group in mesh]
-    for name, of_module in meshes.items():
-        here = [dist.get_process_group_ranks(group) for group in of_module]
-        if here != ranks or len(here[0]) == 1 < len(here[-1]):
+    (first, first_group), *_ = groups.items()
+    mesh = _mesh_of(first_group)
+    expected = [dist.get_process_group_ranks(group) for group in mesh]
+    for name, group in groups.items():
+        ranks = [dist.get_process_group_ranks(each) for each in _mesh_of(group)]
+        only_replicates = len(ranks[0]) == 1 and len(ranks[-1]) > 1
+        if ranks != expected or only_replicates:
             raise ValueError(
-                f"{name!r}: got a mesh of ranks {here}, expected that of {first!r}, {ranks}, and several shards if "
+                f"{name!r}: got a mesh of ranks {ranks}, expected that of {first!r}, {expected}, and several shards if "
                 "there are replicas: gradients of a smaller mesh (experts under expert parallelism) are sums over "
                 "several micro-batches already, and FSDP2 calls no reduce-scatter for a single shard; shard all "
                 "modules over one mesh, or use DistributedDataParallel"
             )
     return mesh
+
+
+def _checked_group(name: str, module: FSDPModule, wire: WireFormat) -> Any:
+    """An FSDP2 module's only parameter group; raises if :class:`FsdpReducer` cannot replace its reduction."""
+    group, *others = torch_groups(module)
+    if others:
+        raise ValueError(f"{name!r}: got parameters on {1 + len(others)} meshes, expected one; shard its modules apart")
+    comm = type(group._reduce_scatter_comm).__name__
+    if comm != "DefaultReduceScatter" or group._all_reduce_hook is not None:
+        raise RuntimeError(
+            f"{name!r}: got a module whose reduction has been replaced ({comm}), expected FSDP2's own; call "
+            "ordered_gradients once, and set no other communication hook"
+        )
+    _check_options(name, group, None)
+    if wire == "e4m3" and any(param.fsdp_placement.dim for param in group.fsdp_params):
+        raise ValueError(
+            f"{name!r}: got a parameter sharded along another dim than 0 and wire='e4m3', expected dim 0: its "
+            "blocks of 128 would be others on each number of ranks; use wire='bf16'"
+        )
+    return group

@@ -15,7 +15,7 @@ from shardopt.comm.fsdp2 import FsdpReducer, checked_mesh
 from shardopt.comm.progress import Progress, progresses_of
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
-from shardopt.release.fsdp_groups import groups_of
+from shardopt.release.fsdp_groups import torch_groups
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 if TYPE_CHECKING:
@@ -44,11 +44,9 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
 
     Raises:
         ValueError: the number of ranks does not divide ``micro_batches``; the wire is unknown; ranks passed different
-            arguments; modules are on different meshes; an embedding has sparse gradients; a parameter is outside of all
-            modules that fully_shard made.
+            arguments; modules are on different meshes; an embedding has sparse gradients; a parameter is not sharded.
         TypeError: FSDP1, DeepSpeed, ``replicate``, or a bare module on several ranks.
-        RuntimeError: PyTorch is too old to replace FSDP2's reduce-scatter, or the model has a communication hook
-            already.
+        RuntimeError: PyTorch is too old to replace FSDP2's reduce-scatter, or the model has a communication hook.
     """
     if wire not in WIRES:
         raise ValueError(f"got wire={wire!r}, expected one of {', '.join(map(repr, WIRES))}")
@@ -59,11 +57,13 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
                 "sparse=False"
             )
     sharded, replica = _wrapped(model)
-    mesh = checked_mesh(model, sharded, wire) if sharded else [replica.process_group] if replica is not None else []
+    mesh = [] if replica is None else [replica.process_group]
+    if sharded:
+        mesh = checked_mesh(model, sharded, wire)
     ranks = math.prod(group.size() for group in mesh)
     if mesh:
         settings = f"micro_batches={micro_batches}, wire={wire!r}"
-        for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).gathered(settings.encode()).items():
+        for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).all_gather(settings.encode()).items():
             if other.decode() != settings:
                 raise ValueError(
                     f"got {settings} here and {other.decode()} on rank {rank}, expected the same on all ranks; call "
@@ -89,13 +89,14 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
 
 
 def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], DistributedDataParallel | None]:
-    """Finds the FSDP2 modules with parameters, by name, or the DDP module; raises for any other way of training."""
+    """The FSDP2 modules that have parameters, by name, or the DDP module; raises for any other way of training."""
     from torch.distributed.fsdp import FSDPModule
 
     modules = dict(model.named_modules())
     sharded = {name: module for name, module in modules.items() if isinstance(module, FSDPModule)}
     replicas = [module for module in modules.values() if isinstance(module, DistributedDataParallel)]
-    wrappers = sorted(_WRAPPERS.intersection(b.__name__ for module in modules.values() for b in type(module).__mro__))
+    classes = {base.__name__ for module in modules.values() for base in type(module).__mro__}
+    wrappers = sorted(_WRAPPERS & classes)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     is_known = wrappers in (["DistributedDataParallel"], ["FSDPModule"]) or (not wrappers and ranks == 1)
     if not is_known or len(replicas) > 1:
@@ -109,10 +110,4 @@ def _wrapped(model: Module) -> tuple[dict[str, FSDPModule], DistributedDataParal
             f"got PyTorch {torch.__version__}, expected 2.9 or newer, whose FSDP2 lets its reduce-scatter be replaced; "
             "install it, or use DistributedDataParallel(model)"
         )
-    if replicas and replicas[0]._comm_hooks:
-        raise RuntimeError(
-            "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
-            "ordered_gradients register one), expected one without a hook, as it can have only one; make it without a "
-            "hook"
-        )
-    return {name: module for name, module in sharded.items() if groups_of(module)}, next(iter(replicas), None)
+    return {name: module for name, module in sharded.items() if torch_groups(module)}, next(iter(replicas), None)

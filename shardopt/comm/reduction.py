@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from shardopt.comm.counter import Counter, levels_of
+from shardopt.comm.pairwise import PairwiseSum, partial_levels
 from shardopt.comm.progress import Progress
 from shardopt.comm.wire import Wire, WireFormat
 from shardopt.kernels.autograd import without_autograd
@@ -22,8 +22,6 @@ class Reduction:
 
     Args:
         progress: counts backward passes, which gives the index of the running micro-batch.
-        wire: the number format of gradients in messages.
-        shapes: the shapes of the parameters.
         mesh: the process group whose ranks own a chunk each; under HSDP also the group of the chunk's replicas, each of
             which sums a part of it; empty for one process.
     """
@@ -32,50 +30,53 @@ class Reduction:
         self, progress: Progress, wire: WireFormat, shapes: Iterable[Sequence[int]], mesh: Sequence[ProcessGroup]
     ) -> None:
         self._progress = progress
-        self._shards, self._replicas = (*mesh, None, None)[:2]
+        self._shards = mesh[0] if mesh else None
+        self._replicas = mesh[1] if len(mesh) > 1 else None
         self.size, self.rank = (1, 0) if self._shards is None else (self._shards.size(), self._shards.rank())
         self.wire = Wire(wire, shapes, self.size)
-        self.counter = Counter()
-        progress.counters.add(self.counter)
+        self.sum = PairwiseSum()
+        progress.sums.add(self.sum)
 
     @without_autograd
-    def push(self, chunks: Tensor, out: Tensor) -> None:
+    def reduce_scatter(self, chunks: Tensor, out: Tensor) -> None:
         """Exchanges chunks of one micro-batch's gradient per rank, and adds the received ones to this rank's sum.
+
+        Collective. Overwrites ``out`` by zeros, and in the step's last pass by the mean over all micro-batches: under
+        HSDP in this replica's part, the rest being zeros, since FSDP2 all-reduces over the replicas next.
 
         Args:
             chunks: this rank's gradient, a row per rank that owns a chunk.
-            out: this rank's chunk, may be a row of ``chunks``. Set to zeros, and in the step's last pass to the mean
-                over all micro-batches, rounded once to its dtype (under HSDP in this replica's part, else zeros).
+            out: this rank's chunk, may be a row of ``chunks``. The mean is rounded once, to its dtype.
         """
-        self.counter.skip_to(self._progress.first)
+        self.sum.add_zeros_before(self._progress.first_micro_batch)  # for passes that did not use the parameters
         message = self.wire.encode(chunks)
         pieces = message
         if self.size > 1:
             pieces = torch.empty_like(message)
             dist.all_to_all_single(pieces, message, group=self._shards)
         if self._replicas is None:
-            self.counter.push(map(self.wire.decode, pieces))
+            self.sum.add(map(self.wire.decode, pieces))
         else:
-            self._push_replicas(pieces, self._replicas)
+            self._add_replicas(pieces, self._replicas)
         if not self._progress.is_last:
             out.zero_()
             return
-        if self._replicas is not None:  # FSDP2 all-reduces next: other replicas have zeros where this one has the mean
-            size = -(-self.wire.numel // self._replicas.size())
-            out = out.zero_()[self._replicas.rank() * size :][:size]
-        self.counter.finish(out, self._progress.micro_batches)
+        mean = self.sum.pop_mean(self._progress.micro_batches)
+        if self._replicas is not None:
+            out = out.zero_()[self._replicas.rank() * len(mean) :][: len(mean)]
+        out.copy_(mean[: len(out)])  # without the last replica's padding
 
-    def _push_replicas(self, pieces: Tensor, group: ProcessGroup) -> None:
-        """Under HSDP: sums this replica's micro-batches, exchanges partial sums by all-to-all, and adds all of them."""
-        replicas, first = group.size(), self._progress.first
-        inner = Counter(first + group.rank() * len(pieces))
-        inner.push(map(self.wire.decode, pieces))
-        own = -(-self.wire.numel // replicas)
-        filling = own * replicas - self.wire.numel
-        message = torch.stack([pad(x, (0, filling)).view(replicas, own) for x in inner.tensors], 1)
-        levels = [levels_of(first + replica * len(pieces), len(pieces)) for replica in range(replicas)]
-        received = message.new_empty(sum(map(len, levels)), own)
-        sent = [message.shape[1]] * replicas
-        dist.all_to_all_single(received, message.view(-1, own), list(map(len, levels)), sent, group=group)
+    def _add_replicas(self, pieces: Tensor, replicas: ProcessGroup) -> None:
+        """Under HSDP: adds the micro-batches of all replicas, each of which gets a part of all partial sums."""
+        size, count, first = replicas.size(), len(pieces), self._progress.first_micro_batch
+        own_sum = PairwiseSum(first + replicas.rank() * count)
+        own_sum.add(map(self.wire.decode, pieces))
+        numel = -(-self.wire.numel // size)  # of a replica's part
+        padding = numel * size - self.wire.numel
+        message = torch.stack([pad(x, (0, padding)).view(size, numel) for x in own_sum.tensors], 1)
+        levels = [partial_levels(first + replica * count, count) for replica in range(size)]
+        received_sizes, sent_sizes = [len(each) for each in levels], [message.shape[1]] * size
+        received = message.new_empty(sum(received_sizes), numel)
+        dist.all_to_all_single(received, message.view(-1, numel), received_sizes, sent_sizes, group=replicas)
         for level, term in zip(chain(*levels), received, strict=True):
-            self.counter.push([term], level)
+            self.sum.add([term], level)

@@ -31,16 +31,17 @@ class Wire:
 
     Attributes:
         numel: the number of elements in a chunk.
-        places: for each parameter, its slice of a chunk.
+        slices: for each parameter, its slice of a chunk.
     """
 
     def __init__(self, wire: WireFormat, shapes: Iterable[Sequence[int]], ranks: int = 1) -> None:
         self._wire = wire
-        self._parts = [(-(-rows // ranks), math.prod(row)) for rows, *row in (shape or (1,) for shape in shapes)]
-        ends = [0, *accumulate(rows * row_numel for rows, row_numel in self._parts)]
-        self.numel = ends[-1]
-        self.places = [slice(*ends_of) for ends_of in pairwise(ends)]
-        self._bytes = [
+        matrices = [(shape[0], math.prod(shape[1:])) if shape else (1, 1) for shape in shapes]
+        self._parts = [(-(-rows // ranks), row_numel) for rows, row_numel in matrices]  # of a chunk, by parameter
+        offsets = [0, *accumulate(rows * row_numel for rows, row_numel in self._parts)]
+        self.numel = offsets[-1]
+        self.slices = [slice(begin, end) for begin, end in pairwise(offsets)]
+        self._bytes = [  # of each parameter's part of a message with "e4m3": floats, or codes and a scale per block
             4 * rows * row_numel if row_numel < BLOCK else rows * (row_numel + -(-row_numel // BLOCK))
             for rows, row_numel in self._parts
         ]
@@ -54,18 +55,18 @@ class Wire:
             )
         if self._wire != "e4m3":
             return chunks.bfloat16() if self._wire == "bf16" else chunks
-        pieces = zip(self.places, self._parts, strict=True)
-        return torch.cat([_encoded(chunks[:, x].float().reshape(len(chunks), *part)) for x, part in pieces], 1)
+        parts = zip([chunks[:, columns].float() for columns in self.slices], self._parts, strict=True)
+        return torch.cat([_encode_e4m3(x.reshape(len(chunks), *shape)) for x, shape in parts], 1)
 
     def decode(self, term: Tensor) -> Tensor:
         """Decodes the message of one chunk to a 1-D tensor of floats."""
         if self._wire != "e4m3":
             return term
-        pieces = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
-        return torch.cat([_decoded(x, *part) for x, part in pieces])
+        parts = zip(term.split_with_sizes(self._bytes), self._parts, strict=True)
+        return torch.cat([_decode_e4m3(part, *shape) for part, shape in parts])
 
 
-def _encoded(x: Tensor) -> Tensor:
+def _encode_e4m3(x: Tensor) -> Tensor:
     """Encodes float32 of shape (ranks, rows, elements) as bytes, (ranks, bytes): E4M3 codes, then a scale per block."""
     row_numel = x.shape[2]
     if row_numel < BLOCK:
@@ -74,14 +75,16 @@ def _encoded(x: Tensor) -> Tensor:
     magnitude = torch.maximum(x, -x)
     is_finite = magnitude < torch.inf
     largest = magnitude.where(is_finite, 0.0).amax(-1, keepdim=True)
-    # 448 is 1.75 * 2^8: a mantissa above 1.75 carries into the exponent
+    # The scale 2^e, of which e's float32 exponent field is sent, is the smallest with largest <= 448 * 2^e. 448, E4M3's
+    # largest number, is 1.75 * 2^8: adding 0x1FFFFF carries a mantissa above 1.75 into the exponent field.
     scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
     y = (x * _power_of_two(254 - scale)).clamp_(-448.0, 448.0).where(is_finite, torch.nan)
     codes = y.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)[..., :row_numel]
     return torch.cat([codes.flatten(1), scale.to(torch.uint8).flatten(1)], 1)
 
 
-def _decoded(message: Tensor, rows: int, row_numel: int) -> Tensor:  # inverse of _encoded, for one rank's message
+def _decode_e4m3(message: Tensor, rows: int, row_numel: int) -> Tensor:
+    """Inverse of :func:`_encode_e4m3`, for the message of one rank and parameter; 1-D."""
     if row_numel < BLOCK:
         return message.clone().view(torch.float32)  # the clone's address is a multiple of 4
     codes, scales = message.split_with_sizes([rows * row_numel, rows * -(-row_numel // BLOCK)])
@@ -95,5 +98,5 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
-    """The float32 with this exponent field and mantissa 0: an exact power of two, which torch.exp2 does not promise."""
+    """The float32 with this exponent field and mantissa 0: an exact power of two, as torch.exp2 does not promise."""
     return (biased_exponent << 23).view(torch.float32)

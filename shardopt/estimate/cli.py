@@ -28,7 +28,7 @@ _COLUMNS = {
 }
 
 
-def ladder() -> dict[str, Setup]:
+def default_rows() -> dict[str, Setup]:
     """The table's default rows: AdamW on one GPU, from float32 state to all of shardopt's memory savings."""
     masters = {"master_weight_bits": 24}
     return {
@@ -57,6 +57,7 @@ def table(model: Model, rows: Mapping[str, Setup]) -> str:
 
 
 def _notes(model: Model, setups: Collection[Setup]) -> list[str]:
+    """Lines to print below the table: what its numbers include, and what each back end needs in addition."""
     used = {setup.backend for setup in setups}
     notes = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",
@@ -68,7 +69,7 @@ def _notes(model: Model, setups: Collection[Setup]) -> list[str]:
         notes.append("DDP: without gradient_as_bucket_view=True gradients take twice as much.")
     if used & {"fsdp1", "fsdp2"}:
         notes.append("FSDP: the unsharded weights and gradients of the layers at work come on top.")
-    if any(setup.stage for setup in setups):
+    if any(setup.zero_stage for setup in setups):
         notes.append(
             "DeepSpeed: while the optimizer steps. Masters are float32, or with master_weight_bits in the state "
             "(bf16_master_weights_and_grads). Its buckets (reduce_bucket_size: 1 GB by default in bf16), gathered "
@@ -106,24 +107,25 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Prints the table for the parsed arguments; exits with the parser's error if they are wrong."""
     if (args.size is None) == (args.config is None):
         parser.error("got neither or both of a size and --config, expected one, such as: shardopt estimate 7B")
     try:
         model = Model.of_size(args.size) if args.config is None else Model.of_config(args.config)
-        rows = ladder()
-        given = vars(args)
-        setup = {name: given[name] for name in _SETUP if name in given}
-        options = {name: given[name] for name in _OPTIONS if name in given}
-        if setup or options:
-            rows[_name({**setup, **options})] = Setup(**setup, options=options)
+        rows = default_rows()
+        fields = {name: getattr(args, name) for name in _SETUP if name in args}
+        options = {name: getattr(args, name) for name in _OPTIONS if name in args}
+        if fields or options:
+            setup = Setup(**fields, options=options)
+            rows[_row_name(setup, {**fields, **options})] = setup
     except (ValueError, OSError, ModuleNotFoundError) as error:
         parser.error(str(error))
     print(table(model, rows))
     return 0
 
 
-def _name(given: dict[str, Any]) -> str:
-    """Names the row that the user's options add: ``adamw8bit bfloat16 fsdp2 x 8 offload=state``."""
-    words = [given.pop("optimizer", "adamw8bit"), given.pop("dtype", "bfloat16"), given.pop("backend", "single")]
-    words += [f"x {size}"] if (size := given.pop("world_size", 1)) > 1 else []
-    return " ".join([*words, *(key if value is True else f"{key}={value}" for key, value in given.items())])
+def _row_name(setup: Setup, given: Mapping[str, Any]) -> str:
+    """Names the row of the options that the user gave: ``adamw8bit bfloat16 fsdp2 x 8 offload=state``."""
+    words = [setup.optimizer, setup.dtype, setup.backend, *([f"x {setup.world_size}"] if setup.world_size > 1 else [])]
+    others = {key: x for key, x in given.items() if key not in ("optimizer", "dtype", "backend", "world_size")}
+    return " ".join([*words, *(key if x is True else f"{key}={x}" for key, x in others.items())])

@@ -7,7 +7,7 @@ with other backends a rank is taken to hold an equal share of all elements. Padd
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +17,11 @@ import torch
 
 from shardopt import optim
 from shardopt.estimate.model import Model, ParameterShape, Shape
-from shardopt.kernels.transfers_cuda import SLOTS
+from shardopt.kernels.transfers_cuda import SLOT_COUNT
 from shardopt.layout import Shard
 from shardopt.layout.partition import UNCUT, Cut, GridPartition
 from shardopt.optim import SGD, ShardedOptimizer
-from shardopt.release.released import demand_no_totals
+from shardopt.release.backward import check_totals
 from shardopt.report import MemoryReport, MemoryUse
 from shardopt.report.memory import kind_of
 from shardopt.state.residency import CHUNK_BYTES
@@ -81,35 +81,33 @@ class Setup:
             raise ValueError(
                 f"release_gradients: got True with {self.backend}, expected single or fsdp2: others free none"
             )
-        if self.stage < {"none": 0, "optimizer": 1, "all": 3}[self.zero_offload]:
+        least_stage = {"none": 0, "optimizer": 1, "all": 3}[self.zero_offload]
+        if self.zero_stage < least_stage:
             raise ValueError(
                 f"zero_offload: got {self.zero_offload!r} with {self.backend}, expected 'optimizer' with zero1, zero2 "
                 "or zero3, or 'all' with zero3; use offload elsewhere"
             )
         offload = self.options.get("offload")
-        if offload is not None and (self.stage or (self.backend, offload) == ("fsdp1", "step")):
+        is_fsdp1_step = self.backend == "fsdp1" and offload == "step"  # the CPU steps no flat shards
+        if offload is not None and (self.zero_stage or is_fsdp1_step):
             raise ValueError(f"offload: got {offload!r} with {self.backend}, expected zero_offload, or fsdp2")
-        optimizer, group = self.group()
+        optimizer, group = self.make_optimizer()
         if self.release_gradients:
-            demand_no_totals(optimizer, group)
+            check_totals(optimizer, group)
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         """The stage of DeepSpeed's ZeRO, 1 to 3; 0 with other backends."""
         return int(self.backend[-1]) if self.backend.startswith("zero") else 0
 
     @property
     def stepped_dtype(self) -> torch.dtype:
         """The dtype that the optimizer steps: float32 master weights with DeepSpeed, unless its state holds masters."""
-        has_masters = self.stage > 0 and self.options.get("master_weight_bits") is None
-        return torch.float32 if has_masters else DTYPES[self.dtype]
+        deepspeed_has_masters = self.zero_stage > 0 and self.options.get("master_weight_bits") is None
+        return torch.float32 if deepspeed_has_masters else DTYPES[self.dtype]
 
-    def group(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
-        """Makes an optimizer of an empty parameter, which validates the options; returns it with its param group.
-
-        Raises:
-            ValueError: an option is out of range.
-        """
+    def make_optimizer(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
+        """Makes an optimizer of an empty parameter, which validates the options; returns it with its param group."""
         nothing = torch.empty(0, 0, dtype=self.stepped_dtype, device="meta")
         optimizer = OPTIMIZERS[self.optimizer]([nothing], **self.options)
         return optimizer, optimizer.param_groups[0]
@@ -117,54 +115,55 @@ class Setup:
 
 def estimate(model: Model, setup: Setup) -> MemoryReport:
     """Estimates the bytes of a model's weights, gradients and optimizer state on the rank that holds most."""
-    units: dict[int | str, int] = defaultdict(int)
-    shards: Counter[Shard] = Counter()
-    for parameter in model.parameters:
-        shard = _shard(parameter, setup)
-        shards[shard] += 1
-        units[parameter.unit] += math.prod(shard.local_shape)
-    share = setup.world_size if setup.backend == "fsdp1" or setup.stage else 1
-    numel, owned = sum(units.values()), -(-sum(units.values()) // share)
-    report = MemoryReport(numel=numel if setup.stage in (1, 2) else owned)
-    if setup.stage:
-        _add_partitions(report, numel, owned, setup)
+    shards = [_rank0_shard(parameter, setup) for parameter in model.parameters]
+    unit_numel: Counter[int | str] = Counter()  # by FSDP unit, whose gradients are complete at the same time
+    for parameter, shard in zip(model.parameters, shards, strict=True):
+        unit_numel[parameter.unit] += math.prod(shard.local_shape)
+    ranks = setup.world_size if setup.backend == "fsdp1" or setup.zero_stage else 1  # that share all elements equally
+    numel = sum(unit_numel.values())
+    owned = -(-numel // ranks)
+    report = MemoryReport(numel=numel if setup.zero_stage in (1, 2) else owned)
+    if setup.zero_stage:
+        _add_zero(report, numel, owned, setup)
     else:
-        sizes = units.values() if setup.backend == "fsdp2" else (math.prod(shard.local_shape) for shard in shards)
-        report.device.parameters = owned * DTYPES[setup.dtype].itemsize
-        report.device.gradients = (max(sizes) if setup.release_gradients else owned) * DTYPES[setup.dtype].itemsize
+        itemsize, gradient_numel = DTYPES[setup.dtype].itemsize, owned
+        if setup.release_gradients:  # each is freed after its parameter's step: the largest alone counts
+            by_parameter = (math.prod(shard.local_shape) for shard in shards)
+            gradient_numel = max(unit_numel.values() if setup.backend == "fsdp2" else by_parameter)
+        report.device.parameters, report.device.gradients = owned * itemsize, gradient_numel * itemsize
     offload = setup.options.get("offload")
     use = report.device if offload is None and setup.zero_offload == "none" else report.host
-    _add_state(use, shards, share, setup, model.embeddings)
+    _add_state(use, Counter(shards), ranks, setup, model.embeddings)
     if offload is not None:
-        (report.host if offload == "step" else report.device).offload_buffers = SLOTS * CHUNK_BYTES
+        (report.host if offload == "step" else report.device).offload_buffers = SLOT_COUNT * CHUNK_BYTES
     return report
 
 
-def _shard(parameter: ParameterShape, setup: Setup) -> Shard:
+def _rank0_shard(parameter: ParameterShape, setup: Setup) -> Shard:
     """Rank 0's shard of a parameter under FSDP2; otherwise the whole parameter, of which callers take a share."""
-    ways = setup.world_size if setup.backend == "fsdp2" else 1
-    shard = Shard(parameter.shape, GridPartition((Cut(0, ways, 1),)) if ways > 1 else UNCUT)
+    is_cut = setup.backend == "fsdp2" and setup.world_size > 1
+    shard = Shard(parameter.shape, GridPartition((Cut(0, setup.world_size, 1),)) if is_cut else UNCUT)
     return shard.with_float32_state() if parameter.float32_state else shard
 
 
 def _add_state(
-    use: MemoryUse, shards: Mapping[Shard, int], share: int, setup: Setup, embeddings: Collection[Shape]
+    use: MemoryUse, shards: Mapping[Shard, int], ranks: int, setup: Setup, embeddings: Collection[Shape]
 ) -> None:
-    """Adds the bytes of the optimizer's state for ``shards`` (how often each occurs), divided by ``share`` ranks."""
-    optimizer, group = setup.group()
-    totals: Counter[str] = Counter()
+    """Adds the optimizer's state of ``shards`` (how often each occurs) to ``use``, divided among ``ranks``."""
+    optimizer, group = setup.make_optimizer()
+    nbytes_of: Counter[str] = Counter()  # by kind of state
     for shard, count in shards.items():
         is_matrix = len(shard.global_shape) > 1 and shard.global_shape not in embeddings
         options = {**group, "algorithm": "muon" if is_matrix else "adamw"}  # which Muon alone reads
         spec = SliceSpec.of(shard, setup.stepped_dtype, options, optimizer.rule(options).moments)
-        for key, value in spec.new(torch.device("meta")).items():
-            totals[kind_of(key)] += count * value.nbytes
-    for kind, nbytes in totals.items():
-        setattr(use, kind, getattr(use, kind) - (-nbytes // share))
+        for key, value in spec.new_state(torch.device("meta")).items():
+            nbytes_of[kind_of(key)] += count * value.nbytes
+    for kind, nbytes in nbytes_of.items():
+        setattr(use, kind, getattr(use, kind) - (-nbytes // ranks))
 
 
-def _add_partitions(report: MemoryReport, numel: int, owned: int, setup: Setup) -> None:
-    """Adds DeepSpeed's weights, masters, gradients and staging buffers while the optimizer steps.
+def _add_zero(report: MemoryReport, numel: int, owned: int, setup: Setup) -> None:
+    """Adds DeepSpeed's weights, masters, gradients and staging buffers, at the time of the optimizer's step.
 
     Of N elements a rank owns n, in sub-groups of s. w are bytes of a weight, m of what is stepped; between asterisks:
     on the host. Masters are the weights where both lie on one side and m = w.
@@ -182,13 +181,13 @@ def _add_partitions(report: MemoryReport, numel: int, owned: int, setup: Setup) 
     weight, master = DTYPES[setup.dtype].itemsize, setup.stepped_dtype.itemsize
     stepped_use = report.device if setup.zero_offload == "none" else report.host
     weights_use = report.host if setup.zero_offload == "all" else report.device
-    weights_use.parameters = weight * (owned if setup.stage == 3 else numel)
+    weights_use.parameters = weight * (owned if setup.zero_stage == 3 else numel)
     if master != weight or weights_use is not stepped_use:
         stepped_use.master_weights = master * owned
-    stepped_use.gradients = (weight if setup.stage == 3 else master) * owned
+    stepped_use.gradients = (weight if setup.zero_stage == 3 else master) * owned
     if setup.zero_offload == "none":
-        stepped_use.gradients += master * min(owned, _SUB_GROUP) if setup.stage == 3 else 0
-    elif master != weight and setup.stage == 3:
+        stepped_use.gradients += master * min(owned, _SUB_GROUP) if setup.zero_stage == 3 else 0
+    elif master != weight and setup.zero_stage == 3:
         stepped_use.gradients += master * owned
     elif master != weight:
         stepped_use.offload_buffers = weight * owned

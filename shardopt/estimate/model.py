@@ -20,9 +20,9 @@ Shape = tuple[int, ...]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MATRIX: Shape = (4096, MAX_BLOCK_SIZE)  # a multiple of every block size
 _MATRICES_PER_LAYER = 12  # four of attention, and eight times as much in the feed-forward part
-_LARGEST = 10**13
+_MAX_SIZE = 10**13
 #: The numbered layer in the name of a parameter: "model.layers.3" in "model.layers.3.mlp.weight".
-_IN_LAYER = re.compile(r"((?:.*?\.)?\d+)\.")
+_LAYER_NAME = re.compile(r"((?:.*?\.)?\d+)\.")
 
 
 class ParameterShape(NamedTuple):
@@ -65,7 +65,7 @@ class Model:
         """Describes a module, also one on the meta device. Each numbered layer is an FSDP unit, the rest is another."""
         parameters = []
         for key, param in module.named_parameters():
-            layer = _IN_LAYER.match(key)
+            layer = _LAYER_NAME.match(key)
             unit = layer[1] if layer else ""
             parameters.append(ParameterShape(tuple(param.shape), unit, keeps_float32_state(param)))
         embeddings = {tuple(each.weight.shape) for each in module.modules() if isinstance(each, Embedding)}
@@ -97,22 +97,19 @@ class Model:
     def of_size(cls, text: str) -> Model:
         """Describes a model of which only the size is known: as large matrices, without rows shorter than a block.
 
-        Args:
-            text: the number of parameters, such as "125M", "7B", "1.3e9".
-
-        Raises:
-            ValueError: the text is not a number, or not one of a model's size.
+        ``text`` is the number of parameters, such as "125M", "7B", "1.3e9". Raises ValueError if it is not one of a
+        model's size.
         """
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
         size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
         rows, width = _MATRIX
-        if not width <= size <= _LARGEST:
+        if not width <= size <= _MAX_SIZE:
             raise ValueError(
                 f"size: got {text!r}, expected a number of parameters from {width} to 10T, such as 125M, 7B or 1.3e9"
             )
         full, rest = divmod(round(size / width), rows)
         shapes = [_MATRIX] * full + ([(rest, width)] if rest else [])
-        parameters = tuple(ParameterShape(shape, place // _MATRICES_PER_LAYER) for place, shape in enumerate(shapes))
+        parameters = tuple(ParameterShape(shape, index // _MATRICES_PER_LAYER) for index, shape in enumerate(shapes))
         return cls(
             text,
             parameters,

@@ -17,6 +17,11 @@ from shardopt.kernels.skipped import SkippedElements
 #: The integers by which the kernels identify dtypes of parameters and gradients.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): int(kind) for name, kind in _C.DType.__members__.items()}
 
+#: Structs ``_C.kernel_row``, each with the addresses of a rectangle of a parameter's local shard.
+KernelRows = npt.NDArray[np.void]
+Addresses = npt.NDArray[np.uint64]
+CodecTables = Sequence[Tensor | None]
+
 _target = _C.cpu_targets()[0]
 
 
@@ -50,28 +55,14 @@ class LossScaling(NamedTuple):
     coefficient: Tensor | None = None
 
 
-class Tables(NamedTuple):
-    """Host tables that tell the kernels where the parameters, gradients and state of a step lie.
-
-    Attributes:
-        kernel_rows: structs ``_C.kernel_row``, each with the addresses of a rectangle of a parameter's local shard.
-        steps: addresses of the step counts, one float32 scalar per parameter, which the phase ``step`` increments.
-        codec_tables: the codecs' lookup tables (``Codec.table``) by ``Codec.index``.
-    """
-
-    kernel_rows: npt.NDArray[np.void]
-    steps: npt.NDArray[np.uint64]
-    codec_tables: Sequence[Tensor | None]
-
-
 class Call(Protocol):
-    """Launches the kernels for the same tables in every step: call :meth:`update` once, then :meth:`run` per phase."""
+    """Launches the kernels for the same kernel rows in every step: :meth:`update` once, then :meth:`run` per phase."""
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Sets the arguments of the next step.
 
         Args:
-            rows_changed: whether ``Tables.kernel_rows`` changed in place since the last step, as by new gradients.
+            rows_changed: whether the kernel rows changed in place since the last step, as by new gradients.
             groups: structs ``_C.group_row``, one per param group, with its hyper-parameters.
             scaling: loss scale and clip coefficient.
         """
@@ -80,7 +71,7 @@ class Call(Protocol):
         """Launches the kernels of one phase of the step, such as ``sums`` or ``step`` (csrc/core/call.h)."""
 
 
-def runs_in(phase: _C.Phase, kernel_rows: npt.NDArray[np.void]) -> bool:
+def runs_in(phase: _C.Phase, kernel_rows: KernelRows) -> bool:
     """Whether any kernel row takes part in a phase: ``sums`` needs sums, later phases blocks split between ranks."""
     return phase == _C.Phase.step or bool(kernel_rows["sums" if phase == _C.Phase.sums else "cut"].any())
 
@@ -105,23 +96,27 @@ def check_device(name: str, device: torch.device) -> None:
 
 
 class CpuCall:
-    """The :class:`Call` for tables in host memory, which runs the CPU kernels in PyTorch's number of threads.
+    """The :class:`Call` for operands in host memory, which runs the CPU kernels in PyTorch's number of threads.
 
     Args:
-        tables: the kernels' arguments.
+        kernel_rows: the operands, whose addresses the caller may change in place between steps.
+        steps: addresses of the step counts, one float32 scalar per parameter, which the phase ``step`` increments.
+        codec_tables: the codecs' lookup tables (``Codec.table``) by ``Codec.index``.
         skipped: counts gradient elements that the kernels skip: NaN, Inf, or overflowing a moment.
     """
 
-    def __init__(self, tables: Tables, skipped: SkippedElements) -> None:
-        self._step = _C.CpuStep(tables.kernel_rows, tables.steps, addresses(tables.codec_tables))
-        self._tables = tables  # keeps the arrays alive whose addresses CpuStep stores
-        self._off = False
+    def __init__(
+        self, kernel_rows: KernelRows, steps: Addresses, codec_tables: CodecTables, skipped: SkippedElements
+    ) -> None:
+        self._step = _C.CpuStep(kernel_rows, steps, addresses(codec_tables))
+        self._kept_alive = (kernel_rows, steps, codec_tables)  # CpuStep stores addresses only
+        self._found_inf = False
         self._skipped = skipped
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
         scale, found_inf, coefficient = scaling
-        self._off = found_inf is not None and bool(found_inf.item())
+        self._found_inf = found_inf is not None and bool(found_inf.item())
         if scale is not None:
             groups = groups.copy()
             with np.errstate(divide="ignore", over="ignore"):  # scale 0 makes gradients Inf or NaN, as in torch
@@ -133,12 +128,12 @@ class CpuCall:
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
-        if self._off:
+        if self._found_inf:  # torch.amp.GradScaler has the whole step skipped
             return
         if skipped := self._step.run(phase):
             self._skipped.add(skipped)
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> npt.NDArray[np.uint64]:
+def addresses(tensors: Sequence[Tensor | None]) -> Addresses:
     """The tensors' data pointers as kernel arguments; 0 for None."""
     return np.array([0 if t is None else t.data_ptr() for t in tensors], dtype=np.uint64)

@@ -13,164 +13,163 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import Call, CpuCall, LossScaling, Tables, addresses
+from shardopt.kernels.dispatch import Addresses, Call, CodecTables, CpuCall, KernelRows, LossScaling, addresses
 from shardopt.kernels.skipped import SkippedElements
 
 _ALIGNMENT = 16  # bytes
 
 
 class CudaCall:
-    """The :class:`Call` for tables of a CUDA device; each step's kernels run in the stream that is then current.
+    """The :class:`Call` for operands on a CUDA device; each step's kernels run in the stream that is then current.
 
-    Tables are uploaded through pinned memory, which PyTorch's allocator keeps until the copy is done. Gradients'
-    addresses change from step to step: a few are passed as kernel arguments, more are uploaded apart from the tables.
-    A captured CUDA graph uploads its tables in every replay, to an offset of their own, which uncaptured steps between
-    replays do not overwrite. The object must live as long as the graph.
+    All tables that kernels read are in one device allocation. The tables that change between steps are its first
+    section: groups, kernel rows, and gradients' addresses unless these are few enough to be kernel arguments. A second
+    section of that size is for CUDA graphs, whose replays upload it again, so that uncaptured steps between replays do
+    not overwrite it. Constant tables follow. Uploads go through pinned memory, which PyTorch's allocator keeps until
+    the copy is done, and which a capture keeps for all replays. The object must live as long as the graph.
 
     Args:
-        device: the device of the kernels, and of all memory that the tables point to.
-        tables: the kernels' arguments.
-        skipped: counts gradient elements that the kernels skip: NaN, Inf, or overflowing a moment.
+        device: the device of the kernels and of all operands.
+        kernel_rows, steps, codec_tables, skipped: see :class:`shardopt.kernels.dispatch.CpuCall`.
     """
 
-    def __init__(self, device: torch.device, tables: Tables, skipped: SkippedElements) -> None:
-        _demand(not torch.cuda.is_current_stream_capturing())
+    def __init__(
+        self,
+        device: torch.device,
+        kernel_rows: KernelRows,
+        steps: Addresses,
+        codec_tables: CodecTables,
+        skipped: SkippedElements,
+    ) -> None:
+        _refuse_capture_if(torch.cuda.is_current_stream_capturing())
         self._device = device
-        self._tables = tables
-        self._codec_tables = [None if t is None else _on(t, device) for t in tables.codec_tables]
+        self._kernel_rows, self._steps = kernel_rows, steps
+        self._codec_tables = [None if table is None else _device_copy(table, device) for table in codec_tables]
         self._counter = skipped.counter(device)
-        self._rules: bytes | None = None
-        self._groups: bytes | None  # copy of the uploaded table; None: upload it again
-        self._kernel_rows: bytes | None  # the same, with the gradients' addresses set to 0
-        self._spare: Tensor | None  # pinned memory for a capture, which cannot allocate any
+        self._rules: bytes | None = None  # the rules of the groups for which the device memory was laid out
+        self._uploaded_groups: bytes | None  # None: upload it again
+        self._uploaded_rows: bytes | None  # the same, with the gradients' addresses set to 0
+        self._capture_buffer: Tensor | None  # pinned memory for the next capture, which cannot allocate any
         self._captured: list[Tensor] = []  # pinned memory that CUDA graphs upload from
-        self._captured_scaling: list[LossScaling] = []
+        self._captured_scaling: list[LossScaling] = []  # keeps device scalars alive that CUDA graphs read
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; see :class:`shardopt.kernels.dispatch.Call`.
+        """Prepares a step: uploads the tables that changed; see :class:`shardopt.kernels.dispatch.Call`.
 
         Raises:
-            RuntimeError: a CUDA graph captures the first step of these tables, or no step was taken since the last
+            RuntimeError: a CUDA graph captures the first step of these rows, or no step was taken since the last
                 capture.
         """
         capturing = torch.cuda.is_current_stream_capturing()
         self._scaling = LossScaling(*(None if t is None else t.to(self._device, non_blocking=True) for t in scaling))
-        rules, packed = groups["rule"].tobytes(), groups.tobytes()
-        if rules != self._rules:
-            _demand(not capturing)
-            self._make_tables(groups)
+        rules, group_bytes = groups["rule"].tobytes(), groups.tobytes()
+        if rules != self._rules:  # tasks depend on the rules
+            _refuse_capture_if(capturing)
+            self._lay_out_memory(groups)
             self._rules = rules
-        kernel_rows = self._kernel_rows
-        if rows_changed or kernel_rows is None:
-            self._gradients = self._tables.kernel_rows["gradient"].copy()
-            without_gradients = self._tables.kernel_rows.copy()
+        row_bytes = self._uploaded_rows
+        if rows_changed or row_bytes is None:
+            self._gradients = self._kernel_rows["gradient"].copy()
+            without_gradients = self._kernel_rows.copy()  # kernels read gradients' addresses from self._gradients
             without_gradients["gradient"] = 0
-            kernel_rows = without_gradients.tobytes()
-        head = [groups, self._tables.kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
+            row_bytes = without_gradients.tobytes()
+        changing = [groups, self._kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
         if capturing:
-            self._upload_in_graph(head)
+            self._upload_in_graph(changing)
             return
-        if self._spare is None:
-            self._spare = _pinned(self._head_bytes)
-        self._head = 0
-        if kernel_rows != self._kernel_rows or self._groups is None:
-            self._upload(0, *head)
+        if self._capture_buffer is None:
+            self._capture_buffer = _pinned_buffer(self._section_bytes)
+        self._section_offset = 0
+        if row_bytes != self._uploaded_rows or self._uploaded_groups is None:
+            self._upload(0, *changing)
         else:
-            if packed != self._groups:
+            if group_bytes != self._uploaded_groups:
                 self._upload(0, groups)
             if rows_changed and self._uploads_gradients:
-                self._upload(self._gradients_at, self._gradients)
-        self._groups, self._kernel_rows = packed, kernel_rows
+                self._upload(self._gradients_offset, self._gradients)
+        self._uploaded_groups, self._uploaded_rows = group_bytes, row_bytes
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`shardopt.kernels.dispatch.Call`."""
         scale, found_inf, coefficient = self._scaling
         stream = torch.cuda.current_stream(self._device)
-        head = self._start + self._head
+        section = self._base_address + self._section_offset
         if stream != self._stream and not torch.cuda.is_current_stream_capturing():
             for tensor in (self._memory, self._counter):
                 tensor.record_stream(stream)
         _C.step_cuda(
-            groups=head,
-            kernel_rows=head + self._rows_at,
-            gradients=head + self._gradients_at if self._uploads_gradients else self._gradients.ctypes.data,
+            groups=section,
+            kernel_rows=section + self._rows_offset,
+            gradients=section + self._gradients_offset if self._uploads_gradients else self._gradients.ctypes.data,
             grad_scale=0 if scale is None else scale.data_ptr(),
             factor=0 if coefficient is None else coefficient.data_ptr(),
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             phase=phase,
             stream=stream.cuda_stream,
-            **self._fixed,
+            **self._constant_arguments,
         )
 
-    def _make_tables(self, groups: npt.NDArray[np.void]) -> None:
-        """Allocates device memory for all tables, and uploads the constant tables.
-
-        The memory begins with the tables that change, the head: groups, kernel rows, and gradients' addresses if these
-        are no kernel arguments. A second head follows, for CUDA graphs; then the constant tables.
-        """
-        kernel_rows = self._tables.kernel_rows
-        tasks, batches = _C.cuda_tasks(kernel_rows, groups)
-        fixed = {
-            "steps": self._tables.steps,
+    def _lay_out_memory(self, groups: npt.NDArray[np.void]) -> None:
+        """Allocates device memory for all tables, uploads the constant ones, and marks the others to be uploaded."""
+        row_count, step_count = len(self._kernel_rows), len(self._steps)
+        tasks, batches = _C.cuda_tasks(self._kernel_rows, groups)
+        constant = {
+            "steps": self._steps,
             "tables": addresses(self._codec_tables),
             "tasks": tasks,
-            "prepared": np.zeros(len(kernel_rows) * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
+            "prepared": np.zeros(row_count * _C.cuda_prepared_bytes, dtype=np.uint8),  # filled in by the kernels
         }
-        self._rows_at = _aligned(groups.nbytes)
-        self._gradients_at = self._rows_at + _aligned(kernel_rows.nbytes)
-        self._uploads_gradients = max(len(kernel_rows), len(self._tables.steps)) > _C.cuda_launched_gradients
-        self._head_bytes = self._gradients_at + (_aligned(8 * len(kernel_rows)) if self._uploads_gradients else 0)
-        begin = 2 * self._head_bytes
-        *offsets, end = accumulate((_aligned(table.nbytes) for table in fixed.values()), initial=begin)
+        self._rows_offset = _aligned(groups.nbytes)
+        self._gradients_offset = self._rows_offset + _aligned(self._kernel_rows.nbytes)
+        self._uploads_gradients = max(row_count, step_count) > _C.cuda_launched_gradients
+        self._section_bytes = self._gradients_offset + (_aligned(8 * row_count) if self._uploads_gradients else 0)
+        begin = 2 * self._section_bytes
+        *offsets, end = accumulate((_aligned(table.nbytes) for table in constant.values()), initial=begin)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-        self._stream = torch.cuda.current_stream(self._device)
+        self._stream = torch.cuda.current_stream(self._device)  # other streams that use the memory are recorded
         self._counter.record_stream(self._stream)
-        self._start = self._memory.data_ptr()
-        self._upload(begin, *fixed.values())
-        self._fixed: dict[str, Any] = {
-            **{name: self._start + offset for name, offset in zip(fixed, offsets, strict=True)},
+        self._base_address = self._memory.data_ptr()
+        self._upload(begin, *constant.values())
+        self._constant_arguments: dict[str, Any] = {
+            **{name: self._base_address + offset for name, offset in zip(constant, offsets, strict=True)},
             "device": self._memory.device.index or 0,
             "nonfinite": self._counter.data_ptr(),
-            "row_count": len(kernel_rows),
-            "step_count": len(self._tables.steps),
+            "row_count": row_count,
+            "step_count": step_count,
             "batches": batches,
         }
-        self._groups = self._kernel_rows = self._spare = None
+        self._uploaded_groups = self._uploaded_rows = self._capture_buffer = None
 
     def _upload(self, offset: int, *tables: npt.NDArray[np.generic]) -> None:
         """Begins to copy tables, packed through pinned memory, to an offset in the device memory of the tables."""
-        staging = pinned(*tables)
+        staging = pin_packed(*tables)
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
-    def _upload_in_graph(self, head: Sequence[npt.NDArray[np.generic]]) -> None:
-        """Captures the upload of the head into a CUDA graph, from pinned memory that is kept for all replays."""
-        wanted = _fill(torch.empty(self._head_bytes, dtype=torch.uint8, device="cpu"), head)
-        staging = next((kept for kept in self._captured if torch.equal(kept, wanted)), None)
+    def _upload_in_graph(self, tables: Sequence[npt.NDArray[np.generic]]) -> None:
+        """Captures the upload of the second section into a CUDA graph, from pinned memory that is kept for replays."""
+        packed = _pack_into(torch.empty(self._section_bytes, dtype=torch.uint8, device="cpu"), tables)
+        staging = next((kept for kept in self._captured if torch.equal(kept, packed)), None)
         if staging is None:
-            _demand(self._spare is not None)
-            assert self._spare is not None
-            staging, self._spare = self._spare.copy_(wanted), None
+            _refuse_capture_if(self._capture_buffer is None)
+            assert self._capture_buffer is not None
+            staging, self._capture_buffer = self._capture_buffer.copy_(packed), None
             self._captured.append(staging)
         self._captured_scaling.append(self._scaling)
-        self._head = self._head_bytes
-        self._memory[self._head : self._head + len(staging)].copy_(staging, non_blocking=True)
-        self._groups = self._kernel_rows = None  # stale: the capture uploaded to another offset than other steps read
+        self._section_offset = self._section_bytes
+        self._memory[self._section_offset : self._section_offset + len(staging)].copy_(staging, non_blocking=True)
+        self._uploaded_groups = self._uploaded_rows = None  # steps outside of the graph read the first section
 
 
-def make_call(device: torch.device, tables: Tables, skipped: SkippedElements) -> Call:
-    """Creates the :class:`Call` for a device, which must have passed :func:`shardopt.kernels.dispatch.check_device`."""
-    return CpuCall(tables, skipped) if device.type == "cpu" else CudaCall(device, tables, skipped)
+def make_call(device: torch.device, *operands: Any, **others: Any) -> Call:
+    """Creates the :class:`Call` for a device that has passed ``check_device``; arguments as for :class:`CpuCall`."""
+    return CpuCall(*operands, **others) if device.type == "cpu" else CudaCall(device, *operands, **others)
 
 
 def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> None:
-    """Records for PyTorch's caching allocator that the current stream uses tensors, perhaps of another stream.
+    """Records for PyTorch's caching allocator that the device's current stream uses tensors, perhaps of another stream.
 
-    Otherwise the allocator could reuse their memory in that stream before the kernels have read it. Does nothing in a
-    CUDA graph capture, in which the caller must keep the tensors alive.
-
-    Args:
-        device: a CUDA device.
-        tensors: tensors on any device; tensors of other devices are ignored.
+    Otherwise the allocator could reuse their memory in that stream before the kernels have read it. Ignores tensors of
+    other devices. Does nothing in a CUDA graph capture, in which the caller must keep the tensors alive.
     """
     if tensors and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
@@ -179,27 +178,27 @@ def use_in_current_stream(device: torch.device, tensors: Sequence[Tensor]) -> No
                 tensor.record_stream(stream)
 
 
-def _demand(ready: bool) -> None:
-    """Raises RuntimeError unless ``ready``: a captured step lacks memory that only an uncaptured step can allocate."""
-    if not ready:
+def _refuse_capture_if(lacks_memory: bool) -> None:
+    """Raises RuntimeError if a captured step lacks memory, which only an uncaptured step can allocate."""
+    if lacks_memory:
         raise RuntimeError(
             "got a step captured into a CUDA graph, expected a step of the same parameters outside of a graph before; "
             "take a step with gradients for the same parameters before each capture"
         )
 
 
-def pinned(*tables: npt.NDArray[np.generic]) -> Tensor:
+def pin_packed(*tables: npt.NDArray[np.generic]) -> Tensor:
     """Packs tables into new pinned memory, 16-byte aligned, which the allocator keeps until copies from it are done."""
-    return _fill(_pinned(sum(_aligned(table.nbytes) for table in tables)), tables)
+    return _pack_into(_pinned_buffer(sum(_aligned(table.nbytes) for table in tables)), tables)
 
 
-def _fill(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-    """Packs tables into host memory, each padded with zeros to 16 bytes; returns that memory."""
-    target, at = staging.numpy(), 0
+def _pack_into(staging: Tensor, tables: Sequence[npt.NDArray[np.generic]]) -> Tensor:
+    """Writes tables one after another into ``staging`` (host memory), each zero-padded to 16 bytes; returns it."""
+    target, offset = staging.numpy(), 0
     for table in tables:
-        target[at : at + table.nbytes] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
-        target[at + table.nbytes : at + _aligned(table.nbytes)] = 0
-        at += _aligned(table.nbytes)
+        target[offset : offset + table.nbytes] = np.ascontiguousarray(table).view(np.uint8).reshape(-1)
+        target[offset + table.nbytes : offset + _aligned(table.nbytes)] = 0
+        offset += _aligned(table.nbytes)
     return staging
 
 
@@ -207,11 +206,11 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pinned(size: int) -> Tensor:
+def _pinned_buffer(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 @cache
-def _on(table: Tensor, device: torch.device) -> Tensor:
+def _device_copy(table: Tensor, device: torch.device) -> Tensor:
     """Copies a codec's lookup table to a device, once per process."""
     return table.to(device)

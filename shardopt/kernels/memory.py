@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Name of the attribute in which a wrapper keeps the name of the inner tensor that has its elements.
-_INNER = "_shardopt_inner"
-_PIECE_BYTES = 16 << 20  # of a copy between places in host memory, for one thread
+#: Attribute of a wrapper in which :func:`unwrapped` caches the name of the inner tensor that has the elements.
+_INNER_NAME = "_shardopt_inner"
+_PIECE_BYTES = 16 << 20  # of a copy within host memory, for one worker thread
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -53,7 +53,7 @@ def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError
             f"{name}: got a {what} of {_kind(tensor)}, which has no memory of its own, expected an ordinary tensor; "
             "make it of .clone()"
         )
-    needed = tensor.storage_offset() * tensor.itemsize + _span(tensor)
+    needed = tensor.storage_offset() * tensor.itemsize + _span_bytes(tensor)
     available = tensor.untyped_storage().nbytes()
     if available < needed:
         raise error(
@@ -63,11 +63,7 @@ def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError
 
 
 def check_sign(name: str, what: str, tensor: Tensor) -> None:
-    """Checks that a tensor is no negative view, whose memory holds the negated elements, before kernels write to it.
-
-    Raises:
-        RuntimeError: the tensor is a negative view.
-    """
+    """Raises RuntimeError for a negative view, as kernels would write to memory that holds the negated elements."""
     if tensor.is_neg():
         raise RuntimeError(
             f"{name}: got a {what} that is a negative view, whose memory has the opposite signs, expected an ordinary "
@@ -75,25 +71,27 @@ def check_sign(name: str, what: str, tensor: Tensor) -> None:
         )
 
 
-def written(tensor: Tensor) -> Tensor:
-    """The tensor whose memory kernels write to update a parameter: the tensor itself, or a wrapper's inner tensor.
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor whose memory has the elements, for kernels to write: the tensor itself, or a wrapper's inner tensor.
+
+    The first call for a wrapper compares bytes, and caches the inner tensor's name in an attribute of the wrapper.
 
     Raises:
         RuntimeError: the number of a wrapper's inner tensors of its shape and dtype is not 1, or the inner tensor has
             other values.
     """
     if type(tensor) in (Tensor, torch.nn.Parameter) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor
-    known = vars(tensor).get(_INNER)
-    if known is not None and _fits(inner := getattr(tensor, known), tensor):
-        return written(inner)
+        return tensor  # no wrapper
+    known = vars(tensor).get(_INNER_NAME)
+    if known is not None and _may_be_inner(inner := getattr(tensor, known), tensor):
+        return unwrapped(inner)
     if tensor.numel() and has_memory(tensor):
         return tensor
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else list(vars(tensor))
-    inner_names = [name for name in names if _fits(getattr(tensor, name), tensor)]
-    if len(inner_names) == 1 and _has_elements(getattr(tensor, inner_names[0]), tensor):
-        setattr(tensor, _INNER, inner_names[0])
-        return written(getattr(tensor, inner_names[0]))
+    inner_names = [name for name in names if _may_be_inner(getattr(tensor, name), tensor)]
+    if len(inner_names) == 1 and _has_same_bytes(getattr(tensor, inner_names[0]), tensor):
+        setattr(tensor, _INNER_NAME, inner_names[0])
+        return unwrapped(getattr(tensor, inner_names[0]))
     if tensor.numel() == 0:
         return tensor
     raise RuntimeError(
@@ -135,8 +133,8 @@ def memoryview_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies many tensors, on any device, to host memory; worker threads share the copies within host memory.
+def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors on any device into tensors in host memory; worker threads share the copies within host memory.
 
     PyTorch's own copies synchronize their threads after each tensor, which is slow while other programs use the CPU.
     Here the threads synchronize once.
@@ -145,65 +143,66 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         targets: on the CPU, contiguous; none may overlap another target or a source.
         sources: as many, with the targets' shapes and dtypes.
     """
-    pieces: list[tuple[int, int, int]] = []
-    far: list[tuple[Tensor, Tensor]] = []
+    pieces: list[tuple[int, int, int]] = []  # address to copy to, address to copy from, bytes
+    by_torch: list[tuple[Tensor, Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
-        if not _is_memory(source):
-            far.append((target, source))
+        if not _is_plain_on_host(source):
+            by_torch.append((target, source))
             continue
-        for at in range(0, source.nbytes, _PIECE_BYTES):
-            pieces.append((target.data_ptr() + at, source.data_ptr() + at, min(_PIECE_BYTES, source.nbytes - at)))
+        for begin in range(0, source.nbytes, _PIECE_BYTES):
+            nbytes = min(_PIECE_BYTES, source.nbytes - begin)
+            pieces.append((target.data_ptr() + begin, source.data_ptr() + begin, nbytes))
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(lambda piece: ctypes.memmove(*piece), pieces))  # releases the GIL
-    if far:
-        torch._foreach_copy_([target for target, _ in far], [source for _, source in far])
+    if by_torch:
+        torch._foreach_copy_([target for target, _ in by_torch], [source for _, source in by_torch])
 
 
-def sharing_memory(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Finds two strided tensors that overlap in memory: their indices, ascending, or None if no two overlap.
 
     A step that updated both would be a data race between threads.
     """
     begins = np.array([tensor.data_ptr() for tensor in tensors], np.int64)  # 0 without elements
-    ends = begins + np.array([_span(tensor) for tensor in tensors], np.int64)
+    ends = begins + np.array([_span_bytes(tensor) for tensor in tensors], np.int64)
     order = np.argsort(begins, kind="stable")
-    if not np.any(begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]):
+    if not np.any(begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]):  # each begins after all before it end
         return None
     reaching: list[int] = []  # tensors that begin before this one and may end after its beginning
     for index in order.tolist():
         reaching = [other for other in reaching if ends[other] > begins[index]]
         for other in reaching:  # views of one tensor may be interleaved, and share nothing
-            if np.shares_memory(_memory(tensors[other]), _memory(tensors[index])):
+            if np.shares_memory(_strided_array(tensors[other]), _strided_array(tensors[index])):
                 return min(other, index), max(other, index)
         if tensors[index].numel():
             reaching.append(index)
     return None
 
 
-def _fits(inner: object, tensor: Tensor) -> bool:
+def _may_be_inner(inner: object, tensor: Tensor) -> bool:
     """Whether a wrapper's attribute is a tensor of the wrapper's shape, dtype and device, so may hold its elements."""
     same = ("shape", "dtype", "device")
     return isinstance(inner, Tensor) and all(getattr(inner, name) == getattr(tensor, name) for name in same)
 
 
-def _has_elements(inner: Tensor, tensor: Tensor) -> bool:
+def _has_same_bytes(inner: Tensor, tensor: Tensor) -> bool:
     """Whether an inner tensor's bytes equal the wrapper's: False if the wrapper computes its elements from them."""
     check_storage(_kind(tensor), "inner tensor", inner)
     return tensor.numel() == 0 or torch.equal(as_bytes(inner), as_bytes(tensor))
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(tensor: Tensor) -> str:  # for errors
     return "a zero tensor" if tensor._is_zerotensor() else type(tensor).__name__
 
 
-def _is_memory(tensor: Tensor) -> bool:
+def _is_plain_on_host(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in host memory, unmodified and contiguous."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
         return False
     return has_memory(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _span(tensor: Tensor) -> int:
+def _span_bytes(tensor: Tensor) -> int:
     """Bytes of memory from the beginning of the first element to the end of the last, with gaps of strided views."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.numel() * tensor.itemsize
@@ -211,7 +210,7 @@ def _span(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _memory(tensor: Tensor) -> npt.NDArray[np.void]:
+def _strided_array(tensor: Tensor) -> npt.NDArray[np.void]:
     """A NumPy array with the tensor's address and strides, for overlap checks only: the address may be a device's."""
     interface = {
         "version": 3,

@@ -67,12 +67,13 @@ class NewtonSchulz:
         return x.T if is_tall else x
 
     def _in_bfloat16(self, x: Tensor) -> Tensor:
-        for a, b, c in self.coefficients:
+        for a, b, c in self.coefficients:  # x <- a x + (b gram + c gram^2) x
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
 
     def _in_float32(self, x: Tensor) -> Tensor:
+        """The iteration in float32, with products and sums rounded to bfloat16; all steps reuse four buffers."""
         x = x.float()
         result = torch.empty_like(x)
         gram, polynomial = x.new_empty(2, len(x), len(x))

@@ -6,22 +6,20 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import DTYPES, cpu_target
-from shardopt.kernels.dispatch_cuda import pinned, use_in_current_stream
+from shardopt.kernels.dispatch import DTYPES, KernelRows, cpu_target
+from shardopt.kernels.dispatch_cuda import pin_packed, use_in_current_stream
 
-#: Launches a norm kernel: arguments are the kind of pass, the number of kernel rows to process from the first on (their
-#: addresses may change between calls), and for the pass ``scale`` the coefficient, float32, 0-d.
+#: Launches a norm kernel: (kind of pass, number of rows to process from the first on, coefficient for ``scale``).
+#: Squares and magnitudes are accumulated at the rows' addresses ``sums``; ``scale`` changes gradients in place.
 NormCall = Callable[..., None]
 
 
-def _run_on_cpu(
-    kernel_rows: npt.NDArray[np.void], norm_pass: _C.NormPass, rows: int, factor: Tensor | float = 1.0
-) -> None:
+def _run_on_cpu(kernel_rows: KernelRows, norm_pass: _C.NormPass, rows: int, factor: Tensor | float = 1.0) -> None:
+    """Runs a norm kernel over the first ``rows`` kernel rows: with the first argument bound, a :data:`NormCall`."""
     _C.norm(kernel_rows[:rows], norm_pass, float(factor), torch.get_num_threads(), cpu_target())
 
 
@@ -33,15 +31,15 @@ class CudaNormCall:
         kernel_rows: table of gradients, in host memory; uploaded again when a gradient's address has changed.
     """
 
-    def __init__(self, device: torch.device, kernel_rows: npt.NDArray[np.void]) -> None:
+    def __init__(self, device: torch.device, kernel_rows: KernelRows) -> None:
         self._device, self._kernel_rows = device, kernel_rows
         counts = -(-kernel_rows["cols"] // _C.cuda_norm_task)
-        self._ends = np.cumsum([0, *counts.tolist()])  # number of tasks, by number of leading rows
+        self._task_counts = np.cumsum([0, *counts.tolist()])  # by the number of rows to process, from the first on
         row_of_task = np.repeat(np.arange(len(kernel_rows)), counts)
-        first = (np.arange(len(row_of_task)) - self._ends[row_of_task]) * _C.cuda_norm_task
-        tasks = np.stack([first, row_of_task], 1)
-        self._tasks = pinned(tasks).to(device, non_blocking=True)
-        self._uploaded: bytes | None = None  # addresses
+        first_element = (np.arange(len(row_of_task)) - self._task_counts[row_of_task]) * _C.cuda_norm_task
+        tasks = np.stack([first_element, row_of_task], 1)
+        self._tasks = pin_packed(tasks).to(device, non_blocking=True)
+        self._uploaded_addresses: bytes | None = None  # the gradients' addresses in the uploaded table
         self._table: Tensor
 
     def run(self, norm_pass: _C.NormPass, rows: int, factor: Tensor | None = None) -> None:
@@ -58,18 +56,18 @@ class CudaNormCall:
         if factor is not None:
             factor = factor.to(self._device)
         addresses = self._kernel_rows["gradient"].tobytes()
-        if addresses != self._uploaded:
-            self._table = pinned(self._kernel_rows).to(self._device, non_blocking=True)
-            self._uploaded = addresses
+        if addresses != self._uploaded_addresses:
+            self._table = pin_packed(self._kernel_rows).to(self._device, non_blocking=True)
+            self._uploaded_addresses = addresses
         use_in_current_stream(self._device, (self._tasks, self._table))
         _C.norm_cuda(
-            self._table.data_ptr(), self._tasks.data_ptr(), int(self._ends[rows]), norm_pass,
+            self._table.data_ptr(), self._tasks.data_ptr(), int(self._task_counts[rows]), norm_pass,
             0 if factor is None else factor.data_ptr(), self._device.index or 0,
             torch.cuda.current_stream(self._device).cuda_stream,
         )  # fmt: skip
 
 
-def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> NormCall:
+def make_norm_call(device: torch.device, kernel_rows: KernelRows) -> NormCall:
     """Creates the launcher of norm kernels for a device that :func:`shardopt.kernels.dispatch.check_device` accepts.
 
     ``kernel_rows`` are structs ``_C.kernel_row``, one per gradient; csrc/norm/norm.h names the fields that are used.
@@ -77,7 +75,7 @@ def make_norm_call(device: torch.device, kernel_rows: npt.NDArray[np.void]) -> N
     return partial(_run_on_cpu, kernel_rows) if device.type == "cpu" else CudaNormCall(device, kernel_rows).run
 
 
-def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
+def accumulate_norm(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
     """Accumulates the exact sum of squares, or the largest magnitude, of values in host memory into ``result``.
 
     Args:
@@ -91,7 +89,7 @@ def take_pass(values: Tensor, norm_pass: _C.NormPass, result: Tensor) -> None:
     _run_on_cpu(row, norm_pass, 1)
 
 
-def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
+def norm_and_coefficient(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
     """Computes the gradient norm, rounded once, and the clip coefficient of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
@@ -100,7 +98,7 @@ def clip_of(words: Tensor, max_norm: float, *, is_magnitude: bool) -> Tensor:
         is_magnitude: whether the norm is the largest magnitude.
 
     Returns:
-        float32, (2,), on the device of the words.
+        Norm and coefficient: float32, (2,), on the device of the words.
     """
     clip = torch.empty(2, dtype=torch.float32, device=words.device)
     if words.device.type == "cpu":

@@ -34,11 +34,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     addend = c.double()
     total = product + addend
     share = total - product
-    error = (product - (total - share)) + (addend - share)
+    error = (product - (total - share)) + (addend - share)  # exact: the sum less its rounded value (Knuth's TwoSum)
     as_int = total.view(torch.int64)
     outwards = error * total  # NaN where the total is not finite
     away = (outwards > 0).long() - (outwards < 0).long()
-    return (as_int + away * (~as_int & 1)).view(torch.float64).float()
+    return (as_int + away * (~as_int & 1)).view(torch.float64).float()  # an even last bit moves to the odd neighbour
 
 
 def bits(x: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor
 class SkippedElements:
     """Sums the gradient elements that an optimizer's kernels have skipped, on the host and on all devices.
 
-    CUDA kernels count in device memory. Once per step, the count is copied to the host in a separate stream, without
-    waiting for kernels in flight: elements that these skip appear in a later copy.
+    CUDA kernels count in device memory. After each step, :meth:`copy_counts_to_host` copies the count in a separate
+    stream, without waiting for kernels in flight: elements that they skip appear in a later copy.
     """
 
     def __init__(self) -> None:
         self._on_host = 0
         self._lock = Lock()  # steps may be taken in several threads
-        # By device: the counter, its last copy in host memory, and the stream of the copies.
+        # By device: the counter, its last copy in host memory, and the stream of the copies (CUDA only).
         self._on_devices: dict[torch.device, tuple[Tensor, Tensor, torch.cuda.Stream | None]] = {}
 
     def add(self, count: int) -> None:
@@ -31,7 +31,7 @@ class SkippedElements:
         with self._lock:
             if device not in self._on_devices:
                 host_copy = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").zero_()
-                # A blocking copy: unsynchronized streams may count from now on.
+                # A blocking copy: kernels in any stream may count from now on, and would not wait for the zero.
                 counter, stream = host_copy.to(device, copy=True), None
                 if device.type == "cuda":
                     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class SkippedElements:
                 self._on_devices[device] = counter, host_copy, stream
             return self._on_devices[device][0]
 
-    def publish(self) -> None:
+    def copy_counts_to_host(self) -> None:
         """Begins to copy the devices' counters to pinned host memory, except while a CUDA graph is captured."""
         for counter, host_copy, stream in self._on_devices.values():
             if stream is None:
@@ -53,7 +53,7 @@ class SkippedElements:
 
         Args:
             wait: whether to wait for all kernels in flight (ignored while a CUDA graph is captured). If not, elements
-                that were skipped since the last finished :meth:`publish` are missing.
+                that were skipped since the last finished :meth:`copy_counts_to_host` are missing.
         """
         total = self._on_host
         for device, (counter, host_copy, _) in self._on_devices.items():

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardopt import _C
-from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, runs_in
-from shardopt.kernels.transfers_cuda import SLOTS, CopyRanges, CudaTransfers, Slot
+from shardopt.kernels.dispatch import DTYPES, Addresses, Call, KernelRows, LossScaling, runs_in
+from shardopt.kernels.transfers_cuda import SLOT_COUNT, CopyRanges, CudaTransfers, Slot
 
 #: Bytes of memory that a kernel row uses from each of its addresses on. For the gradient, elements instead of bytes,
 #: as its dtype may change from step to step.
@@ -39,57 +39,58 @@ _GRADIENT_BYTES[list(DTYPES.values())] = [dtype.itemsize for dtype in DTYPES]
 #: The most bytes that an element of a gradient takes.
 MAX_GRADIENT_BYTES = int(_GRADIENT_BYTES.max())
 
-#: Which operands are copied to the kernels' device: names of address fields of ``_C.kernel_row``. All but gradients
-#: are copied back.
-Moves = tuple[str, ...]
+#: The operands that are copied to the kernels' device, by the names of their address fields in ``_C.kernel_row``. All
+#: but gradients are copied back.
+CopiedFields = tuple[str, ...]
 
 #: For kernels on the device of parameters and gradients: the state is copied there and back.
-STATE_MOVES: Moves = ("low_bits", "codes", "scales")
+STATE_FIELDS: CopiedFields = ("low_bits", "codes", "scales")
 #: For kernels on the device of the state: parameters and gradients are copied.
-STEP_MOVES: Moves = ("param", "gradient")
-#: For kernels on the device of the state, which already has the gradients: only parameters are copied.
-KEPT_MOVES: Moves = ("param",)
+STEP_FIELDS: CopiedFields = ("param", "gradient")
+#: For kernels on the device of the state where gradients were copied there before (``overlap_forward``).
+PARAM_FIELDS: CopiedFields = ("param",)
 
-_AHEAD = SLOTS - 1  # number of chunks that are prefetched
+_PREFETCHED = SLOT_COUNT - 1  # number of chunks that are prefetched
 
 
 class StreamedCall:
-    """The :class:`Call` of tables some of whose operands lie on another device than the kernels run on.
+    """The :class:`Call` of kernel rows some of whose operands lie on another device than the kernels run on.
 
     Args:
-        tables: the tables, with the operands' home addresses (in the memory where they stay between steps).
+        kernel_rows: rows with the operands' home addresses, where the operands stay between steps.
+        steps: addresses of the step counts; see :class:`shardopt.kernels.dispatch.CpuCall`.
         extents: sizes ``EXTENT``, one per kernel row.
         units: per kernel row, the ascending number of its transfer unit: rows that are copied in the same chunk.
-        moves: the operands that are copied.
+        fields: the operands that are copied.
         transfers: allocates the slots, and copies to and from them.
         chunk_bytes: the size of a slot, and thus the most bytes of a chunk. Transfer units must be smaller by
             :data:`UNIT_OVERHEAD`, and a chunk must hold at least one block of 4096 elements.
-        make: creates the call that runs the kernels on a chunk's tables.
+        make: creates the call that runs the kernels on a chunk, given its kernel rows and the step counts.
     """
 
     def __init__(
         self,
-        tables: Tables,
+        kernel_rows: KernelRows,
+        steps: Addresses,
         extents: npt.NDArray[np.void],
         units: npt.NDArray[np.int64],
-        moves: Moves,
+        fields: CopiedFields,
         transfers: CudaTransfers,
         chunk_bytes: int,
-        make: Callable[[Tables], Call],
+        make: Callable[[KernelRows, Addresses], Call],
     ) -> None:
-        self._kernel_rows, self._transfers = tables.kernel_rows, transfers
+        self._kernel_rows, self._transfers = kernel_rows, transfers
         self._chunks: list[_Chunk] = []
-        chunk_rows = _chunk_rows(tables.kernel_rows["cut"] != 0, extents, units, moves, chunk_bytes)
-        steps = tables.steps  # which the first chunk counts up
-        for rows, slot in zip(chunk_rows, transfers.slots(len(chunk_rows)), strict=True):
-            of_chunk = tables._replace(kernel_rows=tables.kernel_rows[rows], steps=steps)
-            self._chunks.append(_Chunk(rows, of_chunk.kernel_rows, extents[rows], moves, slot, make(of_chunk)))
-            steps = steps[:0]
+        chunk_rows = _chunk_rows(kernel_rows["cut"] != 0, extents, units, fields, chunk_bytes)
+        for rows, slot in zip(chunk_rows, transfers.assign_slots(len(chunk_rows)), strict=True):
+            in_slot = kernel_rows[rows]  # a copy, whose addresses update_addresses() replaces
+            self._chunks.append(_Chunk(rows, in_slot, extents[rows], fields, slot, make(in_slot, steps)))
+            steps = steps[:0]  # the first chunk increments all step counts
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
         """Prepares a step; see :class:`Call`."""
         for chunk in self._chunks:
-            chunk.call.update(rows_changed and chunk.place(self._kernel_rows), groups, scaling)
+            chunk.call.update(rows_changed and chunk.update_addresses(self._kernel_rows), groups, scaling)
 
     def run(self, phase: _C.Phase) -> None:
         """Runs one phase; see :class:`Call`."""
@@ -97,17 +98,18 @@ class StreamedCall:
         chunks = [chunk for chunk in self._chunks if runs_in(phase, chunk.kernel_rows)]
         if not chunks:
             return
-        transfers.begin()
-        for chunk in chunks[:_AHEAD]:
-            transfers.fetch(chunk.slot, chunk.there, chunk.last)
+        transfers.begin_phase()
+        for chunk in chunks[:_PREFETCHED]:
+            transfers.fetch(chunk.slot, chunk.to_slot, chunk.copied_back)
         for index, chunk in enumerate(chunks):
-            transfers.arrived(chunk.slot)
+            transfers.wait_until_filled(chunk.slot)
             chunk.call.run(phase)
-            # The phase ``sums`` changes no operand, so that nothing is copied back.
-            chunk.last = transfers.give_back(chunk.slot, _NO_COPIES if phase == _C.Phase.sums else chunk.back)
-            for following in chunks[index + _AHEAD : index + _AHEAD + 1]:
-                transfers.fetch(following.slot, following.there, following.last)
-        transfers.end()
+            changed = _NO_COPIES if phase == _C.Phase.sums else chunk.from_slot  # sums only read operands
+            chunk.copied_back = transfers.copy_back(chunk.slot, changed)
+            if index + _PREFETCHED < len(chunks):
+                following = chunks[index + _PREFETCHED]
+                transfers.fetch(following.slot, following.to_slot, following.copied_back)
+        transfers.end_phase()
 
 
 _NO_COPIES = CopyRanges(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -121,42 +123,43 @@ class _Chunk:
         rows: indices of the chunk's rows among all kernel rows.
         kernel_rows: a copy of these rows, with addresses in the slot in place of home addresses.
         extents: sizes ``EXTENT`` of these rows.
-        moves: the operands that are copied.
+        fields: the operands that are copied.
         slot: the staging buffer on the kernels' device.
         call: launches the kernels for ``kernel_rows``.
-        there: the ranges to copy from home to the slot.
-        back: the ranges to copy back from the slot; without gradients.
-        last: event after the chunk was last copied back (:meth:`CudaTransfers.give_back`); None before the first time.
+        to_slot: the ranges to copy from home to the slot.
+        from_slot: the ranges to copy back from the slot; without gradients.
+        copied_back: event after the last :meth:`CudaTransfers.copy_back` of the chunk; None before the first.
     """
 
     rows: npt.NDArray[np.int64]
-    kernel_rows: npt.NDArray[np.void]
+    kernel_rows: KernelRows
     extents: npt.NDArray[np.void]
-    moves: Moves
+    fields: CopiedFields
     slot: Slot
     call: Call
-    there: CopyRanges = _NO_COPIES
-    back: CopyRanges = _NO_COPIES
-    last: object = None
+    to_slot: CopyRanges = _NO_COPIES
+    from_slot: CopyRanges = _NO_COPIES
+    copied_back: object = None
 
-    def place(self, kernel_rows: npt.NDArray[np.void]) -> bool:
-        """Recomputes copies and slot addresses from the home addresses of all rows; returns whether any row changed."""
+    def update_addresses(self, kernel_rows: KernelRows) -> bool:
+        """Updates copy ranges and ``kernel_rows`` from all rows' home addresses; returns whether a row changed."""
         rows = kernel_rows[self.rows]  # a copy
-        self.there = self.back = _copy_ranges(rows, self.extents, [f for f in self.moves if f != "gradient"], 0)
-        if "gradient" in self.moves:
-            end = int((self.back.offset + self.back.nbytes).max(initial=0))
+        kept = [field for field in self.fields if field != "gradient"]  # kernels change them, but no gradients
+        self.to_slot = self.from_slot = _copy_ranges(rows, self.extents, kept, 0)
+        if "gradient" in self.fields:
+            end = int((self.from_slot.offset + self.from_slot.nbytes).max(initial=0))
             gradients = _copy_ranges(rows, self.extents, ["gradient"], end)
-            self.there = CopyRanges(*(np.concatenate(both) for both in zip(self.back, gradients, strict=True)))
-        ends = self.there.offset + self.there.nbytes
-        assert int(ends.max(initial=0)) <= self.slot.memory.nbytes, "a chunk that no slot has room for"
-        order = np.argsort(self.there.home)
-        starts, offsets = self.there.home[order], self.there.offset[order]
-        for field in self.moves:
-            addresses = rows[field]
-            moved = (self.extents[field] > 0) & (addresses > 0)
-            at = np.searchsorted(starts, addresses[moved], side="right") - 1
-            inside = addresses[moved] - starts[at]
-            addresses[moved] = np.uint64(self.slot.address) + offsets[at].astype(np.uint64) + inside
+            self.to_slot = CopyRanges(*(np.concatenate(both) for both in zip(self.from_slot, gradients, strict=True)))
+        slot_end = int((self.to_slot.offset + self.to_slot.nbytes).max(initial=0))
+        assert slot_end <= self.slot.memory.nbytes, "a chunk that no slot has room for"
+        order = np.argsort(self.to_slot.home)
+        starts, offsets = self.to_slot.home[order], self.to_slot.offset[order]
+        for field in self.fields:
+            addresses = rows[field]  # a view: home addresses are replaced by slot addresses
+            copied = (self.extents[field] > 0) & (addresses > 0)
+            ranges = np.searchsorted(starts, addresses[copied], side="right") - 1
+            offset_in_range = addresses[copied] - starts[ranges]
+            addresses[copied] = np.uint64(self.slot.address) + offsets[ranges].astype(np.uint64) + offset_in_range
         changed = not np.array_equal(rows, self.kernel_rows)
         self.kernel_rows[...] = rows
         return changed
@@ -166,17 +169,20 @@ def _chunk_rows(
     cut: npt.NDArray[np.bool_],
     extents: npt.NDArray[np.void],
     units: npt.NDArray[np.int64],
-    moves: Moves,
+    fields: CopiedFields,
     chunk_bytes: int,
 ) -> list[npt.NDArray[np.int64]]:
-    """Groups transfer units into chunks that fit a slot, ``cut`` rows apart; returns the kernel rows of each chunk."""
-    sizes = np.zeros(len(units), np.int64)
-    for field in moves:
+    """Groups transfer units into chunks that fit a slot, and returns the indices of the kernel rows of each chunk.
+
+    Rows with cut blocks (``cut``) have chunks of their own: the phases after the first copy no other chunks.
+    """
+    sizes = np.zeros(len(units), np.int64)  # bytes per row
+    for field in fields:
         sizes += np.atleast_2d(extents[field].T).sum(0) * (MAX_GRADIENT_BYTES if field == "gradient" else 1)
     chunk_rows: list[npt.NDArray[np.int64]] = []
     for rows in filter(len, (np.flatnonzero(~cut), np.flatnonzero(cut))):
-        begins = np.flatnonzero(np.diff(units[rows], prepend=-1))
-        first = filled = 0
+        begins = np.flatnonzero(np.diff(units[rows], prepend=-1))  # of transfer units
+        first = filled = 0  # the chunk's first row, and its bytes so far
         for begin, size in zip(begins.tolist(), np.add.reduceat(sizes[rows], begins).tolist(), strict=True):
             if filled and filled + size + UNIT_OVERHEAD > chunk_bytes:
                 chunk_rows.append(rows[first:begin])
@@ -187,18 +193,18 @@ def _chunk_rows(
 
 
 def _copy_ranges(
-    kernel_rows: npt.NDArray[np.void], extents: npt.NDArray[np.void], fields: Sequence[str], first_offset: int
+    kernel_rows: KernelRows, extents: npt.NDArray[np.void], fields: Sequence[str], first_offset: int
 ) -> CopyRanges:
-    """Lists the memory ranges behind some address fields, and packs them into a slot from ``first_offset`` on.
+    """Lists the memory ranges behind some address fields, packed into a slot from ``first_offset`` on.
 
     Overlapping ranges are merged, so that each byte is copied once. Addresses in the slot equal home addresses modulo
-    ``_ALIGNMENT``.
+    ``_ALIGNMENT``: aligned operands stay aligned, for which CUDA has faster kernels.
     """
     starts = np.concatenate([kernel_rows[field].reshape(-1) for field in fields])
     lengths = np.concatenate([extents[field].reshape(-1) for field in fields])
     if "gradient" in fields:
         lengths = lengths * _GRADIENT_BYTES[kernel_rows["gradient_dtype"]]
-    used = (starts > 0) & (lengths > 0)
+    used = (starts > 0) & (lengths > 0)  # address 0: the row has no such operand
     starts, lengths = starts[used], lengths[used]
     if not len(starts):
         return _NO_COPIES

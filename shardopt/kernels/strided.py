@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.dispatch import Call, LossScaling, Tables, runs_in
+from shardopt.kernels.dispatch import Call, KernelRows, LossScaling, runs_in
 
 
 class StridedCall:
@@ -20,17 +20,17 @@ class StridedCall:
     the current stream. The copies are freed at the end of the phase: only one parameter at a time has copies.
 
     Args:
-        tables: the parameter's tables, into which the copies' addresses are written before each phase.
+        kernel_rows: the parameter's rows, into which the copies' addresses are written before each phase.
         first_elements: per kernel row, index of its first element in this rank's part of the parameter.
-        call: launches the kernels for ``tables``.
+        call: launches the kernels for ``kernel_rows``.
     """
 
-    def __init__(self, tables: Tables, first_elements: npt.NDArray[np.int64], call: Call) -> None:
-        self._kernel_rows = tables.kernel_rows
+    def __init__(self, kernel_rows: KernelRows, first_elements: npt.NDArray[np.int64], call: Call) -> None:
+        self._kernel_rows = kernel_rows
         self._first_elements = first_elements.astype(np.uint64)
         self._call = call
         self._last: tuple[int, int] | None = None  # addresses of parameter and gradient in the last update of the call
-        #: This rank's parts of the parameter and its gradient, during a step.
+        #: This rank's parts of the parameter and its gradient, which the caller sets for the duration of a step.
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
@@ -50,7 +50,7 @@ class StridedCall:
             return
         assert self.operands is not None
         param, gradient = (tensor.detach() for tensor in self.operands)
-        # No copies of contiguous tensors.
+        # Contiguous tensors are not copied: these calls return them as they are.
         param_copy, gradient_copy = param.contiguous(), gradient.resolve_neg().contiguous()
         for field, tensor in (("param", param_copy), ("gradient", gradient_copy)):
             self._kernel_rows[field] = np.uint64(tensor.data_ptr()) + self._first_elements * np.uint64(tensor.itemsize)
@@ -58,5 +58,5 @@ class StridedCall:
         self._call.update(addresses != self._last, self._groups, self._scaling)
         self._last = addresses
         self._call.run(phase)
-        if param_copy is not param and phase != _C.Phase.sums:
+        if param_copy is not param and phase != _C.Phase.sums:  # sums change no parameter
             param.copy_(param_copy)

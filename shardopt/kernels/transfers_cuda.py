@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-
-Addresses = npt.NDArray[np.uint64]
+from shardopt.kernels.dispatch import Addresses
 
 #: Number of staging buffers ("slots"): kernels use one while another is filled and a third is copied back.
-SLOTS = 3
+SLOT_COUNT = 3
 
 
 class CopyRanges(NamedTuple):
-    """Memory ranges to copy in one call: addresses in the memory where operands stay, offsets in a slot, and bytes."""
+    """Memory ranges to copy in one call."""
 
-    home: Addresses
-    offset: npt.NDArray[np.int64]
+    home: Addresses  # in the memory where the operands stay between steps
+    offset: npt.NDArray[np.int64]  # in a slot
     nbytes: npt.NDArray[np.int64]
 
 
@@ -41,8 +40,8 @@ class Slot:
 class CudaTransfers:
     """Owns the slots and two CUDA streams, one per direction, and copies chunks of operands to slots and back.
 
-    Per chunk, call :meth:`fetch`, :meth:`arrived`, the kernels, and :meth:`give_back`. Events make a slot's next fetch
-    wait for its last copy out, and a chunk's fetch for the chunk's copy back in the phase or step before.
+    Per chunk, call :meth:`fetch`, :meth:`wait_until_filled`, the kernels, and :meth:`copy_back`. Events make a slot's
+    next fetch wait for its last copy out, and a chunk's fetch for the chunk's copy back in the phase or step before.
 
     Args:
         device: the parameters' CUDA device.
@@ -53,32 +52,34 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device, nbytes: int, *, to_host: bool) -> None:
         _refuse_capture()
-        where = torch.device("cpu") if to_host else device
-        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=where, pin_memory=to_host)
-        self._slots, self._next = [Slot(empty()) for _ in range(SLOTS)], 0
+        kernel_device = torch.device("cpu") if to_host else device
+        empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=kernel_device, pin_memory=to_host)
+        self._slots = [Slot(empty()) for _ in range(SLOT_COUNT)]
+        self._assigned = 0  # number of chunks that have got a slot
         self._device, self._to_host = device, to_host
-        self._there = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._there.wait_stream(torch.cuda.current_stream(device))  # it may still use the memory's previous contents
+        self._fetch_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._return_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The current stream may still use what the allocator had in this memory before.
+        self._fetch_stream.wait_stream(torch.cuda.current_stream(device))
         memory = [slot.memory for slot in self._slots]
-        _finalize(self, partial(_drain, memory, self._there, self._back))
+        _finalize(self, partial(_drain, memory, self._fetch_stream, self._return_stream))
 
-    def slots(self, count: int) -> list[Slot]:
+    def assign_slots(self, count: int) -> list[Slot]:
         """Assigns slots to ``count`` chunks round-robin, continuing after the last call."""
-        begin, self._next = self._next, self._next + count
-        return [self._slots[index % SLOTS] for index in range(begin, begin + count)]
+        begin, self._assigned = self._assigned, self._assigned + count
+        return [self._slots[index % SLOT_COUNT] for index in range(begin, begin + count)]
 
     @property
     def nbytes(self) -> int:
         """Total bytes of the slots."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
-    def begin(self) -> None:
-        """Must be called before a phase's first fetch: orders copies to the host after work of the current stream."""
+    def begin_phase(self) -> None:
+        """Call before a phase's first fetch: makes fetches wait for the current stream, which computes gradients."""
         _refuse_capture()
-        _finish_finalizers()
+        _run_postponed_finalizers()
         if self._to_host:
-            self._there.wait_stream(torch.cuda.current_stream(self._device))
+            self._fetch_stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
         """Begins to copy a chunk's operands to a slot.
@@ -86,19 +87,19 @@ class CudaTransfers:
         Args:
             slot: the target.
             copies: the ranges to copy.
-            after: result of the chunk's last :meth:`give_back`, which the copy waits for; None: waits for all of them.
+            after: result of the chunk's last :meth:`copy_back`, which the copy waits for; None: waits for all of them.
         """
         if after is None:
-            self._there.wait_stream(self._back)
+            self._fetch_stream.wait_stream(self._return_stream)
         for event in (slot.emptied, after):
             if isinstance(event, torch.cuda.Event):
-                self._there.wait_event(event)
-        to, stream = _places(slot, copies), self._there.cuda_stream
-        _C.copy_cuda(self._device.index or 0, to, copies.home, copies.nbytes, stream)
-        waits_asleep = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # leaves the core to others
-        slot.filled = self._there.record_event(waits_asleep)
+                self._fetch_stream.wait_event(event)
+        targets, stream = _slot_addresses(slot, copies), self._fetch_stream.cuda_stream
+        _C.copy_cuda(self._device.index or 0, targets, copies.home, copies.nbytes, stream)
+        # Blocking: the host thread that waits for the event sleeps, and leaves its core to others.
+        slot.filled = self._fetch_stream.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
 
-    def arrived(self, slot: Slot) -> None:
+    def wait_until_filled(self, slot: Slot) -> None:
         """Makes later kernels wait until the slot is filled; CPU kernels need the calling thread to wait here."""
         assert slot.filled is not None
         if self._to_host:
@@ -106,30 +107,31 @@ class CudaTransfers:
         else:
             torch.cuda.current_stream(self._device).wait_event(slot.filled)
 
-    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
+    def copy_back(self, slot: Slot, copies: CopyRanges) -> object:
         """Begins to copy operands back from a slot once its kernels are done; returns a CUDA event after the copies."""
-        if not self._to_host:
-            self.follow()
-        source, stream = _places(slot, copies), self._back.cuda_stream
-        _C.copy_cuda(self._device.index or 0, copies.home, source, copies.nbytes, stream)
-        slot.emptied = self._back.record_event()
+        if not self._to_host:  # CPU kernels are done when their call returns
+            self.wait_for_current_stream()
+        sources, stream = _slot_addresses(slot, copies), self._return_stream.cuda_stream
+        _C.copy_cuda(self._device.index or 0, copies.home, sources, copies.nbytes, stream)
+        slot.emptied = self._return_stream.record_event()
         return slot.emptied
 
-    def end(self) -> None:
-        """Must be called after a phase's last copy: later work in the current stream waits for updated parameters."""
+    def end_phase(self) -> None:
+        """Call after a phase's last copy back: makes the current stream wait for the updated parameters."""
         if self._to_host:
-            torch.cuda.current_stream(self._device).wait_stream(self._back)
+            torch.cuda.current_stream(self._device).wait_stream(self._return_stream)
 
-    def follow(self) -> None:
-        """Orders copies back and :meth:`synchronize` after work of the current stream, such as PyTorch's copies."""
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
+    def wait_for_current_stream(self) -> None:
+        """Makes copies back, and so :meth:`synchronize`, wait for the current stream's kernels and PyTorch's copies."""
+        self._return_stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
         """Blocks the calling thread until all copies back are done."""
-        self._back.synchronize()
+        self._return_stream.synchronize()
 
 
-def _places(slot: Slot, copies: CopyRanges) -> Addresses:
+def _slot_addresses(slot: Slot, copies: CopyRanges) -> Addresses:
+    """Device addresses of the ranges' copies in a slot."""
     return copies.offset.astype(np.uint64) + np.uint64(slot.address)
 
 
@@ -141,7 +143,7 @@ def _refuse_capture() -> None:
         )
 
 
-_waiting_finalizers: list[Callable[[], None]] = []
+_postponed_finalizers: list[Callable[[], None]] = []
 
 
 def _finalize(owner: object, finish: Callable[[], None]) -> None:
@@ -151,16 +153,16 @@ def _finalize(owner: object, finish: Callable[[], None]) -> None:
     """
 
     def call() -> None:
-        _waiting_finalizers.append(finish)
+        _postponed_finalizers.append(finish)
         if not torch.cuda.is_current_stream_capturing():
-            _finish_finalizers()
+            _run_postponed_finalizers()
 
     weakref.finalize(owner, call).atexit = False
 
 
-def _finish_finalizers() -> None:
-    while _waiting_finalizers:
-        _waiting_finalizers.pop()()
+def _run_postponed_finalizers() -> None:
+    while _postponed_finalizers:
+        _postponed_finalizers.pop()()
 
 
 def _drain(memory: list[Tensor], *streams: torch.cuda.Stream) -> None:

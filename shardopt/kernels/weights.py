@@ -34,7 +34,7 @@ class WeightFormat:
     stochastic: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, options: Mapping[str, Any]) -> WeightFormat:
+    def from_options(cls, dtype: torch.dtype, options: Mapping[str, Any]) -> WeightFormat:
         """The format that a param group's options give to parameters of a dtype; float32 weights ignore the options.
 
         Raises:

@@ -59,37 +59,44 @@ class Rectangle(NamedTuple):
     """Elements of a shard that a kernel steps as one matrix: the same columns of some successive rows.
 
     Attributes:
-        element: index of the first element in the local tensor.
-        first: index of the first element in the flattened parameter.
+        local_start: index of the first element in the local tensor.
+        first_element: index of the first element in the flattened parameter.
         rows: number of rows.
         cols: number of columns.
         row_stride: elements from row to row in the local tensor.
-        stride: elements from row to row in the flattened parameter.
-        block: index, in the local scales, of the block that holds the first element.
-        blocks_stride: blocks from row to row in the local scales.
-        cut: whether each row is a part of one block, the rest of which is on other ranks. :meth:`divided` sets it:
-            before, a rectangle may contain whole blocks and cut blocks.
+        global_row_numel: elements from row to row in the flattened parameter.
+        local_block: index, in the local scales, of the block that holds the first element.
+        scales_row_stride: blocks from row to row in the local scales.
+        cut: whether each row is a part of one block, the rest of which is on other ranks. :meth:`separate_cut_blocks`
+            sets this; until then, a rectangle may contain whole blocks and cut blocks.
     """
 
-    element: int
-    first: int
+    local_start: int
+    first_element: int
     rows: int
     cols: int
     row_stride: int
-    stride: int
-    block: int
-    blocks_stride: int
+    global_row_numel: int
+    local_block: int
+    scales_row_stride: int
     cut: bool = False
 
     @property
     def first_col(self) -> int:
         """First column in the global row."""
-        return self.first % self.stride
+        return self.first_element % self.global_row_numel
 
     def rows_from(self, row: int, count: int) -> Rectangle:
         """The rectangle of ``count`` successive rows, from index ``row`` of this rectangle on."""
-        element, first = self.element + row * self.row_stride, self.first + row * self.stride
-        return self._replace(element=element, first=first, rows=count, block=self.block + row * self.blocks_stride)
+        local_start, block = self.local_start + row * self.row_stride, self.local_block + row * self.scales_row_stride
+        first_element = self.first_element + row * self.global_row_numel
+        return self._replace(local_start=local_start, first_element=first_element, rows=count, local_block=block)
+
+    def columns(self, col: int, stop: int, block_size: int) -> Rectangle:
+        """The rectangle narrowed to the columns ``[col, stop)``, which are counted in the parameter's whole rows."""
+        skipped, block = col - self.first_col, self.local_block + col // block_size - self.first_col // block_size
+        local_start, first_element = self.local_start + skipped, self.first_element + skipped
+        return self._replace(local_start=local_start, first_element=first_element, cols=stop - col, local_block=block)
 
     def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
         """Splits the rectangle into parts of limited size, in order: groups of rows, or groups of blocks of one row.
@@ -102,51 +109,48 @@ class Rectangle(NamedTuple):
             yield self
             return
         if self.cols <= limit:
-            some = limit // self.cols
-            for row in range(0, self.rows, some):
-                yield self.rows_from(row, min(some, self.rows - row))
+            rows_per_part = limit // self.cols
+            for row in range(0, self.rows, rows_per_part):
+                yield self.rows_from(row, min(rows_per_part, self.rows - row))
             return
-        width, end = max(limit // block_size, 1) * block_size, self.first_col + self.cols
+        part_cols, end = max(limit // block_size, 1) * block_size, self.first_col + self.cols
         for row in range(self.rows):
-            whole, col = self.rows_from(row, 1), self.first_col
+            one_row, col = self.rows_from(row, 1), self.first_col
             while col < end:
-                stop = min(col // block_size * block_size + width, end)
-                yield whole.columns(col, stop, block_size)._replace(row_stride=stop - col)
+                stop = min(col // block_size * block_size + part_cols, end)
+                yield one_row.columns(col, stop, block_size)._replace(row_stride=stop - col)
                 col = stop
 
-    def columns(self, col: int, stop: int, block_size: int) -> Rectangle:
-        """The rectangle narrowed to the columns ``[col, stop)``, which are counted in the parameter's whole rows."""
-        skipped, block = col - self.first_col, self.block + col // block_size - self.first_col // block_size
-        return self._replace(element=self.element + skipped, first=self.first + skipped, cols=stop - col, block=block)
-
-    def cut_before(self, ends: Iterable[int]) -> Iterator[Rectangle]:
+    def split_before(self, starts: Iterable[int]) -> Iterator[Rectangle]:
         """Splits the rectangle, in order, so that a part begins at each of some elements of the local tensor.
 
         Args:
-            ends: indices of these elements, ascending. If the rectangle has several rows, each element begins a row.
+            starts: indices of these elements, ascending; the others than this rectangle's are ignored. If the rectangle
+                has several rows, each element begins a row.
         """
         rest = self
-        for end in ends:
-            numel = end - rest.element
+        for start in starts:
+            numel = start - rest.local_start
             if not 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols:
                 continue
             if rest.rows == 1:
                 yield rest._replace(cols=numel)
-                rest = rest._replace(element=end, first=rest.first + numel, cols=rest.cols - numel)
+                first_element = rest.first_element + numel
+                rest = rest._replace(local_start=start, first_element=first_element, cols=rest.cols - numel)
             else:
                 rows = -(-numel // rest.row_stride)
                 yield rest._replace(rows=rows)
                 rest = rest.rows_from(rows, rest.rows - rows)
         yield rest
 
-    def divided(self, grid: BlockGrid) -> Iterator[Rectangle]:
+    def separate_cut_blocks(self, grid: BlockGrid) -> Iterator[Rectangle]:
         """Splits the rectangle by columns: whole blocks together, each block that other ranks share by itself."""
         size, col, end = grid.block_size, self.first_col, self.first_col + self.cols
         while col < end:
             block_end = min((col // size + 1) * size, grid.row_numel)
-            whole = col % size == 0 and end >= block_end
+            is_whole = col % size == 0 and end >= block_end
             stop = min(end, block_end)
-            if whole:
+            if is_whole:  # together with all whole blocks that follow
                 stop = end if grid.is_boundary(end) else end // size * size
-            yield self.columns(col, stop, size)._replace(cut=not whole)
+            yield self.columns(col, stop, size)._replace(cut=not is_whole)
             col = stop

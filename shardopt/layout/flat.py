@@ -13,95 +13,106 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardopt.layout.block_grid import BlockGrid, Rectangle
-from shardopt.layout.partition import UNCUT, RangePartition, rectangles_of_range
-from shardopt.layout.rank_group import Counted, RankGroup
+from shardopt.layout.partition import UNCUT, Partition, Range, RangePartition, rectangles_of_range
+from shardopt.layout.rank_group import HoldersForSums, RankGroup
 from shardopt.layout.shard import ASSIGNED, Shard
 
 
-class FlatShard(Shard):
+class FlatRange(Shard):
+    """The elements ``[start, end)`` of a flattened tensor: of a parameter (:class:`FlatShard`) or its scales.
+
+    ``saved_from`` is the index of the first element that this rank saves to a checkpoint.
+    """
+
+    layout_attribute = ASSIGNED
+
+    def __init__(
+        self, shape: tuple[int, ...], elements: Range, partition: Partition, rank: int, ranks: RankGroup | None
+    ) -> None:
+        self.start, self.end = elements
+        self.numel = self.end - self.start
+        # The local shape, rows and columns are of the range, which is 1-D whatever the tensor's shape.
+        super().__init__((self.numel,), rank_offset=rank, ranks=ranks)
+        self.global_shape, self.partition, self.cuts_rows = tuple(shape), partition, True
+        self.first_element = self.saved_from = self.start
+
+    def part(self, whole: Tensor) -> Tensor:
+        trailing = whole.shape[len(self.global_shape) :]
+        return whole.reshape(math.prod(self.global_shape), *trailing)[self.start : self.end]
+
+
+class FlatShard(FlatRange):
     """This rank's part of a parameter that was flattened, alone or behind others, and cut into a range per rank.
 
     Args:
         global_shape: shape of the whole parameter.
         first: offset of the parameter in the flattened tensor.
-        size: elements of the flattened tensor per rank; None: this rank holds the whole parameter.
+        size: elements of the flattened tensor per rank.
         ranks: the ranks in the order of their ranges; None if this rank holds the whole flattened tensor.
-        block: for a matrix of one scale per block, the elements of a row of the parameter and of a block.
-        held: the elements ``[start, end)`` of a matrix of scales on this rank, including those of shared blocks.
 
     Attributes:
-        start: index of the first element that this rank holds.
-        end: index after the last element that this rank holds.
-        saved_from: index of the first element that this rank saves: a shared scale is saved by its block's first rank.
-        place: index of the first element in this rank's range of the flattened tensor.
-        cuts: indices of the parameter's elements, ascending, at which the next rank's range begins.
+        buffer_offset: index of the first element in this rank's range of the flattened tensor.
+        range_starts: indices of the parameter's elements, ascending, at which the next rank's range begins.
         replicas: the ranks that hold copies of this range (HYBRID_SHARD); None if no copies are known.
     """
 
-    layout_attribute = ASSIGNED
     replicas: RankGroup | None = None
 
-    def __init__(
-        self,
-        global_shape: tuple[int, ...],
-        first: int = 0,
-        size: int | None = None,
-        ranks: RankGroup | None = None,
-        *,
-        block: tuple[int, int] | None = None,
-        held: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, global_shape: tuple[int, ...], first: int, size: int, ranks: RankGroup | None = None) -> None:
         numel = math.prod(global_shape)
-        rank, count = (0, 1) if ranks is None else (ranks.rank, len(ranks.numbers))
-        self._ranges = RangePartition(count, 1, first, numel if size is None else size, len(global_shape), block)
-        self.saved_from, end = self._ranges.ends(rank, numel)
-        self.start, self.end = held or (self.saved_from, end)
-        self.numel = self.end - self.start
-        super().__init__((self.numel,), ranks=ranks)
-        self.global_shape, self.offset = tuple(global_shape), rank
-        self.rule = UNCUT if ranks is None or not size else self._ranges
-        self.cuts_rows, self.range_start = True, self.start
-        self.place = self.start + first - rank * self._ranges.size if self.numel else 0
-        self.cuts = range((first // size + 1) * size - first, numel, size) if size else range(0)
-        self._cut_blocks: dict[int, list[int]] = {}
+        rank, ways = (0, 1) if ranks is None else (ranks.rank, len(ranks.global_ranks))
+        ranges = RangePartition(ways, 1, first, size, len(global_shape))
+        partition = UNCUT if ranks is None or size == 0 else ranges
+        super().__init__(global_shape, ranges.elements(rank, numel), partition, rank, ranks)
+        self.buffer_offset = self.start + first - rank * size if self.numel else 0
+        self.range_starts = range((first // size + 1) * size - first, numel, size) if size else range(0)
 
-    def part(self, whole: Tensor) -> Tensor:
-        behind = whole.shape[len(self.global_shape) :]
-        return whole.reshape(math.prod(self.global_shape), *behind)[self.start : self.end]
-
-    def counted(self) -> Counted | None:
-        counted = super().counted()
-        if counted is None or self.replicas is None:
-            return counted
-        copies, own = self.replicas.numbers, self.replicas.numbers[self.replicas.rank]
-        reach = frozenset(number + copy - own for number in counted.numbers for copy in copies)
-        return counted._replace(before=frozenset(copy for copy in copies if copy < own), reach=reach)
+    def holders_for_sums(self) -> HoldersForSums | None:
+        holders = super().holders_for_sums()
+        if holders is None or self.replicas is None:
+            return holders
+        replicas, own = self.replicas.global_ranks, self.replicas.global_rank
+        lower_replicas = frozenset(replica for replica in replicas if replica < own)
+        # The replicas of every holder are as far from it as this rank's replicas are from this rank.
+        known_holders = frozenset(holder + replica - own for holder in holders.members for replica in replicas)
+        return holders._replace(lower_replicas=lower_replicas, known_holders=known_holders)
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
-        width, per_row, first_block = grid.row_numel, grid.blocks_per_row, self.blocks(grid)[0]
+        row_numel, blocks_per_row, first_block = grid.row_numel, grid.blocks_per_row, self.block_range(grid)[0]
         rectangles = []
-        for (row, col), (rows, cols) in rectangles_of_range((grid.rows, width), self.start, self.end):
-            first, block = row * width + col, row * per_row + col // grid.block_size - first_block
-            rectangles.append(Rectangle(first - self.start, first, rows, cols, cols, width, block, per_row))
+        for (row, col), (rows, cols) in rectangles_of_range((grid.rows, row_numel), self.start, self.end):
+            element, block = row * row_numel + col, row * blocks_per_row + col // grid.block_size - first_block
+            local_start = element - self.start
+            rectangles.append(Rectangle(local_start, element, rows, cols, cols, row_numel, block, blocks_per_row))
         return rectangles
 
-    def _matrix_of_blocks(self, grid: BlockGrid) -> FlatShard:
-        shape, block = (grid.rows, grid.blocks_per_row), (grid.row_numel, grid.block_size)
-        first, size = self._ranges.first, self._ranges.size
-        return FlatShard(shape, first, size, self.ranks, block=block, held=self.blocks(grid))
+    def _make_scales(self, grid: BlockGrid) -> FlatScales:
+        return FlatScales(self, grid)
 
     def cut_blocks(self, grid: BlockGrid) -> list[int]:
         """Grid indices, ascending, of all blocks of the parameter that are cut between ranks, on this rank or not."""
-        if grid.block_size not in self._cut_blocks:
-            inside = [cut for cut in self.cuts if not grid.is_boundary(cut % grid.row_numel)]
-            self._cut_blocks[grid.block_size] = sorted({grid.block_of(cut) for cut in inside})
-        return self._cut_blocks[grid.block_size]
+        cuts = [start for start in self.range_starts if not grid.is_boundary(start % grid.row_numel)]
+        return sorted(set(map(grid.block_of, cuts)))
 
-    def blocks(self, grid: BlockGrid) -> tuple[int, int]:
+    def block_range(self, grid: BlockGrid) -> Range:
         """The grid indices ``[first, end)`` of the blocks of which this rank holds elements."""
         if self.start == self.end:
             return 0, 0
         return grid.block_of(self.start), grid.block_of(self.end - 1) + 1
+
+
+class FlatScales(FlatRange):
+    """The scales of all blocks of which a :class:`FlatShard` has elements: each rank of a cut block holds its scales.
+
+    A cut block's scales are saved by the rank that holds the block's first element.
+    """
+
+    def __init__(self, shard: FlatShard, grid: BlockGrid) -> None:
+        partition = shard.partition.of_scales(grid)
+        shape = (grid.rows, grid.blocks_per_row)
+        super().__init__(shape, shard.block_range(grid), partition, shard.rank_offset, shard.ranks)
+        begins_in_block = shard.numel > 0 and not grid.is_boundary(shard.start % grid.row_numel)
+        self.saved_from = self.start + int(begins_in_block)
 
 
 class Segment(NamedTuple):

@@ -21,14 +21,14 @@ class Engines(NamedTuple):
     Attributes:
         name: the engine's kind, for error messages.
         has_optimizer: whether an optimizer is the one that the engine steps, or the engine's wrapper of it.
-        opened: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
-        refresh: copies masters, after they were loaded, to the parameters that the model computes with.
+        open: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
+        copy_masters: copies masters, after they were loaded, to the parameters that the model computes with.
     """
 
     name: str
     has_optimizer: Callable[[Any, Optimizer], bool]
-    opened: Callable[[Any], AbstractContextManager[tuple[Module, Optimizer]]]
-    refresh: Callable[[Any], None]
+    open: Callable[[Any], AbstractContextManager[tuple[Module, Optimizer]]]
+    copy_masters: Callable[[Any], None]
 
 
 class Kind:
@@ -51,7 +51,7 @@ class Kind:
 
 
 _kinds: list[Kind] = []
-_whole = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by the parameter's shape
+_whole_shard = lru_cache(8192)(Shard)  # the shard of a parameter that this rank holds in full, by its shape
 
 
 def register(kind: Kind) -> None:
@@ -68,7 +68,7 @@ def shard_of(param: Tensor) -> Shard:
     shard = assigned(param)
     for kind in _kinds:
         shard = shard or kind.shard_of(param)
-    shard = shard or _whole(tuple(param.shape))
+    shard = shard or _whole_shard(tuple(param.shape))
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 

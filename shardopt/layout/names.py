@@ -33,12 +33,12 @@ def canonical_modules(model: Module, *, all_names: bool = False) -> Iterator[tup
             return
         seen.add(id(module))
         yield prefix, module
-        wraps = isinstance(module, DataParallel | DistributedDataParallel)
-        names = getattr(module, _CHILD_NAMES, {})
+        is_ddp = isinstance(module, DataParallel | DistributedDataParallel)
+        new_names = getattr(module, _CHILD_NAMES, {})
         for name, child in module._modules.items():
             if child is not None:
-                transparent = name in _TRANSPARENT or (wraps and name == "module")
-                yield from walk(child, prefix if transparent else f"{prefix}{names.get(name, name)}.")
+                is_transparent = name in _TRANSPARENT or (is_ddp and name == "module")
+                yield from walk(child, prefix if is_transparent else f"{prefix}{new_names.get(name, name)}.")
 
     return walk(model, "")
 
@@ -78,13 +78,13 @@ def number_parameters(model: Module) -> None:
     Args:
         model: the model, which :func:`shardopt.layout.read_model` must have read.
     """
-    params = parameter_names(model).values()
-    flat = [buffer for param in params if isinstance(buffer := assigned(param), FlatBuffer)]
-    taken = {segment.number for buffer in flat for segment in buffer.segments}
-    free = (number for number in count() if number not in taken)
-    for param in params:
-        if not isinstance(assigned(param), FlatBuffer):
-            setattr(param, _STORED, next(free))
+    shards = {param: assigned(param) for param in parameter_names(model).values()}
+    buffers = [shard for shard in shards.values() if isinstance(shard, FlatBuffer)]
+    taken = {segment.number for buffer in buffers for segment in buffer.segments}
+    free_numbers = (number for number in count() if number not in taken)
+    for param, shard in shards.items():
+        if not isinstance(shard, FlatBuffer):
+            setattr(param, _STORED, next(free_numbers))
 
 
 def use_numbers(params: Iterable[Tensor]) -> None:
@@ -94,7 +94,7 @@ def use_numbers(params: Iterable[Tensor]) -> None:
             setattr(param, _USED, getattr(param, _STORED))
 
 
-def give_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
+def set_numbers(params: Iterable[Tensor], numbers: Iterable[int | None]) -> None:
     """Sets the indices that seed parameters' stochastic rounding: a copied optimizer keeps the original's indices."""
     for param, number in zip(params, numbers, strict=True):
         if number is not None:

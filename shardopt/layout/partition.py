@@ -1,16 +1,18 @@
 """The partition: which part of a tensor each rank holds, as a rule of a few numbers for any number of ranks.
 
-An offset is the number of a rank minus the number of the rank that holds the first part.
+A rank offset is the number of a rank minus the number of the rank that holds the first part: among the ranks of one
+group, or among all ranks of the job (:class:`PlacedPartition`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+from shardopt.layout.block_grid import BlockGrid
 
 #: A rectangle of a tensor: the index where it begins and its length, in each dimension.
 Part = tuple[tuple[int, ...], tuple[int, ...]]
@@ -48,40 +50,52 @@ class GridPartition(NamedTuple):
         """The pair ``(ways, stride)`` of each cut."""
         return tuple((cut.ways, cut.stride) for cut in self.cuts)
 
-    def indices(self, shape: Sequence[int], offset: int) -> tuple[Range, ...]:
+    def indices(self, shape: Sequence[int], rank_offset: int) -> tuple[Range, ...]:
         """The range of indices that a rank holds in each dimension: the full range where the dimension is not cut."""
         indices: list[Range] = [(0, size) for size in shape]
         for dim, ways, stride in self.cuts:
             start, end = indices[dim]
-            length, index = -(-(end - start) // ways), offset // stride % ways
+            length, index = -(-(end - start) // ways), rank_offset // stride % ways
             indices[dim] = min(start + index * length, end), min(start + (index + 1) * length, end)
         return tuple(indices)
 
-    def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
+    def parts(self, shape: Sequence[int], rank_offset: int) -> list[Part]:
         """The rectangles of a tensor that a rank holds: one, or none if the rank's part is empty.
 
         Args:
             shape: the tensor's shape.
-            offset: the rank's offset; of the ranks with copies of a part, only the least offset counts as its holder.
+            rank_offset: the rank; of the ranks with copies of a part, only the one with the least offset holds it.
         """
-        if offset != least_offset(self, offset):
+        if rank_offset != least_offset(self, rank_offset):
             return []
-        indices = self.indices(shape, offset)
+        indices = self.indices(shape, rank_offset)
         extents = extents_of(indices)
         return [] if 0 in extents else [(tuple(start for start, _ in indices), extents)]
 
-    @property
-    def along_rows(self) -> GridPartition:
-        """The partition without the cuts of dimensions other than 0: rows stay whole."""
-        return GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
+    def of_scales(self, grid: BlockGrid) -> GridPartition:
+        """The partition of the matrix of scales, one per block: cut like the parameter, or else along rows only.
 
-    def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets, ascending, of the ranks that hold elements of a non-empty rectangle; of copies the least one."""
-        along = []
-        for dim, (low, extent) in enumerate(zip(*part, strict=True)):
-            cuts = [cut for cut in self.cuts if cut.dim == dim]
-            along.append(_overlapping(cuts, shape[dim], low, low + extent))
-        return sorted({sum(offsets) for offsets in itertools.product(*along)})
+        Cut along rows only, each rank holds the scales of all blocks of its rows, including blocks on other ranks.
+        """
+        return self if self._fits_blocks(grid) else GridPartition(tuple(cut for cut in self.cuts if cut.dim == 0))
+
+    def _fits_blocks(self, grid: BlockGrid) -> bool:
+        """Whether no block is cut, and the matrix of scales cut like the parameter gives each rank its own blocks.
+
+        False if a dimension above 1 is cut: a rank's columns are then several ranges, and scales have dimension 1 only.
+        """
+        if all(cut.dim == 0 for cut in self.cuts):
+            return True
+        if any(cut.dim > 1 for cut in self.cuts):
+            return False
+        cols_per_index = math.prod(grid.global_shape[2:])
+        offsets = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cuts if cut.dim == 1]
+        for rank_offset in map(sum, itertools.product(*offsets)):  # the ranks that hold parts of the first rows
+            cols = [index * cols_per_index for index in self.indices(grid.global_shape, rank_offset)[1]]
+            blocks = self.indices((grid.rows, grid.blocks_per_row), rank_offset)[1]
+            if not all(map(grid.is_boundary, cols)) or blocks != tuple(-(-col // grid.block_size) for col in cols):
+                return False
+        return True
 
 
 class RangePartition(NamedTuple):
@@ -111,40 +125,30 @@ class RangePartition(NamedTuple):
         """The only pair ``(ways, stride)``."""
         return ((self.ways, self.stride),)
 
-    def parts(self, shape: Sequence[int], offset: int) -> list[Part]:
+    def parts(self, shape: Sequence[int], rank_offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor; see :meth:`GridPartition.parts`."""
-        index, between = divmod(offset, self.stride)
-        if between or not 0 <= index < self.ways or 0 in shape:
+        index, remainder = divmod(rank_offset, self.stride)
+        if remainder or not 0 <= index < self.ways or 0 in shape:
             return []
-        counted, behind = tuple(shape[: self.dims]), tuple(shape[self.dims :])
-        numel = math.prod(counted)
-        start, end = self.ends(index, numel)
+        cut, uncut = tuple(shape[: self.dims]), tuple(shape[self.dims :])
+        numel = math.prod(cut)
+        start, end = self.elements(index, numel)
         if index == self.ways - 1:
             end = numel  # includes the step count of an empty parameter
-        zeros = (0,) * len(behind)
-        return [((*low, *zeros), (*extents, *behind)) for low, extents in rectangles_of_range(counted, start, end)]
+        zeros = (0,) * len(uncut)
+        return [((*low, *zeros), (*extents, *uncut)) for low, extents in rectangles_of_range(cut, start, end)]
 
-    def holders(self, shape: Sequence[int], part: Part) -> list[int]:
-        """The offsets of the ranks that hold elements of a rectangle; see :meth:`GridPartition.holders`."""
-        counted, low, extents = tuple(shape[: self.dims]), part[0][: self.dims], part[1][: self.dims]
-        steps, numel = [math.prod(counted[dim + 1 :]) for dim in range(self.dims)], math.prod(counted)
-        first = sum(start * step for start, step in zip(low, steps, strict=True))
-        last = first + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
+    def of_scales(self, grid: BlockGrid) -> RangePartition:
+        """The partition of the matrix of scales, one per block, for a parameter's partition."""
+        return self._replace(dims=2, block=(grid.row_numel, grid.block_size))
 
-        def range_of(element: int) -> int:
-            return bisect_right(range(self.ways), element, key=lambda index: self.ends(index, numel)[0]) - 1
-
-        offsets = [index * self.stride for index in range(range_of(first), range_of(last) + 1)]
-        # A short range may hold elements between two rows of the rectangle only, or lie within one block.
-        return [offset for offset in offsets if any(overlap(part, held) for held in self.parts(shape, offset))]
-
-    def ends(self, index: int, numel: int) -> tuple[int, int]:
+    def elements(self, index: int, numel: int) -> Range:
         """The elements ``[start, end)`` of the flattened tensor (``numel`` in all) that are in the range ``index``."""
         begin = index * self.size - self.first
         return self._elements_before(begin, numel), self._elements_before(begin + self.size, numel)
 
     def _elements_before(self, position: int, numel: int) -> int:
-        """How many of the tensor's elements are before a position of the flattened parameter."""
+        """How many of the tensor's elements (of scales: blocks) begin before a position of the flattened parameter."""
         position = max(position, 0)
         if self.block is not None:
             row_numel, block_size = self.block
@@ -156,16 +160,16 @@ class RangePartition(NamedTuple):
 Partition = GridPartition | RangePartition
 
 
-class Placed(NamedTuple):
-    """A tensor's partition, and this rank's offset in it."""
+class PlacedPartition(NamedTuple):
+    """A tensor's partition over the job's ranks, by global rank number, and this rank's offset in it."""
 
     partition: Partition
-    offset: int
+    rank_offset: int
 
 
 UNCUT = GridPartition()
 #: A tensor that this rank holds in full.
-WHOLE = Placed(UNCUT, 0)
+WHOLE = PlacedPartition(UNCUT, 0)
 
 
 def extents_of(indices: Sequence[Range]) -> tuple[int, ...]:
@@ -173,7 +177,7 @@ def extents_of(indices: Sequence[Range]) -> tuple[int, ...]:
     return tuple(end - start for start, end in indices)
 
 
-def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
+def contiguous_ranges(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
     """A tensor's elements with indices inside ``indices``, as non-empty contiguous ranges of the flattened tensor."""
     elements: list[Range] = [(0, 1)]
     for size, (start, end) in zip(shape, indices, strict=True):
@@ -185,53 +189,45 @@ def flattened(shape: Sequence[int], indices: Sequence[Range]) -> list[Range]:
     return [(first, last) for first, last in elements if first < last]
 
 
-def overlap(one: Part, other: Part) -> bool:
-    """Whether two rectangles of one tensor have elements in common."""
-    corners = zip(*one, *other, strict=True)
-    return all(max(a, b) < min(a + extent_a, b + extent_b) for a, extent_a, b, extent_b in corners)
+def least_offset(partition: Partition, rank_offset: int) -> int:
+    """The least offset among the ranks with copies of the part that the rank at ``rank_offset`` holds."""
+    return sum(rank_offset // stride % ways * stride for ways, stride in partition.strides)
 
 
-def least_offset(partition: Partition, offset: int) -> int:
-    """The least offset among the ranks with copies of the part that the rank at ``offset`` holds."""
-    return sum(offset // stride % ways * stride for ways, stride in partition.strides)
+def partition_by_global_rank(partition: Partition, rank_offset: int, ranks: tuple[int, ...]) -> PlacedPartition | None:
+    """Converts a partition over the ranks of a group to one over global rank numbers, for checkpoints.
 
-
-def placed_by_number(partition: Partition, offset: int, numbers: tuple[int, ...]) -> Placed | None:
-    """Converts a partition over places in a group of ranks to a partition over global rank numbers, for checkpoints.
-
-    Args:
-        partition: the partition.
-        offset: this rank's place in the group.
-        numbers: the global rank numbers, by place in the group.
-
-    Returns:
-        The partition and this rank's offset in it; None if the ranks are not evenly spaced.
+    ``ranks`` are the global rank numbers by index in the group, and ``rank_offset`` is this rank's index. Returns None
+    if the ranks are not evenly spaced.
     """
-    strides, at = [], 0
+    strides, global_offset = [], 0
     for ways, stride in partition.strides:
-        step = step_between(numbers, ways, stride)
-        if step is None:
+        spacing = rank_spacing(ranks, ways, stride)
+        if spacing is None:
             return None
-        strides.append(step)
-        at += offset // stride % ways * step
-    ends = sorted((step, ways) for step, (ways, _) in zip(strides, partition.strides, strict=True))
-    if any(after % (step * ways) for (step, ways), (after, _) in itertools.pairwise(ends)):
-        return None
+        strides.append(spacing)
+        global_offset += rank_offset // stride % ways * spacing
+    by_stride = sorted((stride, ways) for stride, (ways, _) in zip(strides, partition.strides, strict=True))
+    if any(larger % (stride * ways) for (stride, ways), (larger, _) in itertools.pairwise(by_stride)):
+        return None  # a mesh with gaps, which GridPartition does not describe
     if isinstance(partition, RangePartition):
-        return Placed(partition._replace(stride=strides[0]), at)
-    cuts = zip(partition.cuts, strides, strict=True)
-    return Placed(GridPartition(tuple(cut._replace(stride=step) for cut, step in cuts if cut.ways > 1)), at)
+        return PlacedPartition(partition._replace(stride=strides[0]), global_offset)
+    cuts = [cut._replace(stride=stride) for cut, stride in zip(partition.cuts, strides, strict=True) if cut.ways > 1]
+    return PlacedPartition(GridPartition(tuple(cuts)), global_offset)
 
 
 @lru_cache(maxsize=256)
-def step_between(numbers: tuple[int, ...], ways: int, stride: int = 1) -> int | None:
+def rank_spacing(global_ranks: tuple[int, ...], ways: int, stride: int = 1) -> int | None:
     """The difference between global rank numbers of neighbors along a mesh dimension of ``ways`` ranks.
 
-    Neighbors are ``stride`` places apart. 1 if the dimension has one rank; None if differences vary or are not above 0.
+    Neighbors are ``stride`` apart in ``global_ranks``. 1 for a single rank; None unless differences are equal, above 0.
     """
-    places = (place for place in range(len(numbers) - stride) if place // stride % ways < ways - 1)
-    found = {numbers[place + stride] - numbers[place] for place in places} if ways > 1 else {1}
-    return min(found) if len(found) == 1 and min(found) > 0 else None
+    if ways == 1:
+        return 1
+    neighbors = zip(global_ranks, global_ranks[stride:], strict=False)
+    # The last rank along the dimension has no neighbor behind it.
+    spacings = {high - low for index, (low, high) in enumerate(neighbors) if index // stride % ways < ways - 1}
+    return min(spacings) if len(spacings) == 1 and min(spacings) > 0 else None
 
 
 def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Part]:
@@ -241,28 +237,15 @@ def rectangles_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterato
     if not shape:
         yield (), ()
         return
-    inner = math.prod(shape[1:])
-    row = start // inner
+    row_numel = math.prod(shape[1:])
+    row = start // row_numel
     while start < end:
-        begin, rows = row * inner, end // inner - row
-        if start == begin and rows > 0:
+        row_start, rows = row * row_numel, end // row_numel - row
+        if start == row_start and rows > 0:
             yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
         else:  # a part of a row
             rows = 1
-            parts = rectangles_of_range(shape[1:], start - begin, min(end - begin, inner))
-            yield from (((row, *offsets), (1, *extents)) for offsets, extents in parts)
+            parts = rectangles_of_range(shape[1:], start - row_start, min(end - row_start, row_numel))
+            yield from (((row, *low), (1, *extents)) for low, extents in parts)
         row += rows
-        start = row * inner
-
-
-def _overlapping(cuts: Sequence[Cut], extent: int, low: int, high: int) -> Iterator[int]:
-    """The offsets of the ranks that hold the indices ``[low, high)`` of a dimension of this extent."""
-    if not cuts:
-        yield 0
-        return
-    length = -(-extent // cuts[0].ways)
-    for index in range(low // length, (high - 1) // length + 1):
-        begin = index * length
-        part = min(length, extent - begin)
-        for rest in _overlapping(cuts[1:], part, max(low - begin, 0), min(high - begin, part)):
-            yield index * cuts[0].stride + rest
+        start = row * row_numel

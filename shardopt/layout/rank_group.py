@@ -16,29 +16,29 @@ class RankGroup(ABC):
     """Ranks that run collectives together: holders of one row or parameter, or ranks that save one checkpoint.
 
     All ranks of the group must call each collective. A group along several dimensions of a mesh consists of several
-    process groups, and supports all-reduce and :meth:`gathered` only.
+    process groups, and supports all-reduce and :meth:`all_gather` only: the other members expect one process group.
     """
 
     @property
     @abstractmethod
-    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
+    def global_ranks_by_group(self) -> tuple[tuple[int, ...], ...]:
         """The global rank numbers of the members of each process group."""
 
     @property
     @abstractmethod
-    def number(self) -> int:
+    def global_rank(self) -> int:
         """This rank's number among all ranks of the job."""
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def global_ranks(self) -> tuple[int, ...]:
         """The global rank numbers of the members of the only process group."""
-        (only,) = self.numbers_in_world
-        return only
+        (global_ranks,) = self.global_ranks_by_group
+        return global_ranks
 
     @property
     def rank(self) -> int:
-        """This rank's place in the only process group."""
-        return self.numbers.index(self.number)
+        """This rank's index in the only process group."""
+        return self.global_ranks.index(self.global_rank)
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> None:
@@ -49,7 +49,7 @@ class RankGroup(ABC):
         """Replaces a float32, int32 or int64 tensor by its elementwise sum over the ranks."""
 
     @abstractmethod
-    def within_reach(self, tensor: Tensor) -> Tensor:
+    def to_group_device(self, tensor: Tensor) -> Tensor:
         """The tensor, or a copy on a device from which the group's back end can send (NCCL: a GPU)."""
 
     @abstractmethod
@@ -70,53 +70,58 @@ class RankGroup(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Starts an asynchronous broadcast of a contiguous tensor from the rank at place ``source`` of the group.
+        """Starts an asynchronous broadcast of a contiguous tensor from the rank with index ``source`` in the group.
 
         Returns:
             A function that waits until the tensor has arrived.
         """
 
     @abstractmethod
-    def gathered(self, message: bytes) -> dict[int, bytes]:
-        """All-gathers one message per rank: the messages by global rank number, in the order of the ranks."""
+    def all_gather(self, message: bytes) -> dict[int, bytes]:
+        """All-gathers one message per rank, of any length: returns them by global rank, in the order of the ranks."""
 
 
-class Counted(NamedTuple):
+class HoldersForSums(NamedTuple):
     """The ranks that hold a parameter: with them, sums over parameters (gradient norms) count each part only once.
+
+    Of the ranks with copies of one part, only the lowest adds its part to a sum.
 
     Attributes:
         ranks: all ranks that hold the parameter; None on a rank that does not hold it.
-        numbers: the global numbers of these ranks.
-        before: the ranks, inside ``ranks`` or not, that hold copies of this rank's part and have lower numbers.
-        reach: ``numbers``, and the ranks that are known to hold copies of the parameter.
-        store: torch.distributed's default ``Store``, for messages to ranks that are not in ``reach``; None if all are.
+        members: the global numbers of these ranks.
+        lower_replicas: the ranks, inside ``ranks`` or not, that hold copies of this rank's part and have lower numbers.
+        known_holders: ``members``, and other ranks that are known to hold copies of the parameter.
+        store: torch.distributed's default ``Store``, for messages to ranks outside of ``known_holders``; None if all
+            ranks are inside.
     """
 
     ranks: RankGroup | None
-    numbers: frozenset[int]
-    before: frozenset[int]
-    reach: frozenset[int]
+    members: frozenset[int]
+    lower_replicas: frozenset[int]
+    known_holders: frozenset[int]
     store: Any = None
 
 
-def on_any_rank(groups: Sequence[RankGroup], here: bool) -> bool:
+def all_reduce_any(groups: Sequence[RankGroup], condition: bool) -> bool:
     """Whether a condition holds on any rank of some groups, or of any group that shares a rank with one of them.
 
-    All of these ranks must call this.
+    Collective: all of these ranks must call this.
 
     Args:
         groups: the groups that this rank belongs to.
-        here: whether the condition holds on this rank.
+        condition: whether the condition holds on this rank.
     """
-    for group in (*groups, *groups):
-        flag = torch.tensor([here], dtype=torch.int32, device="cpu")
+    for group in (*groups, *groups):  # twice, as the first all-reduces miss what later groups report
+        flag = torch.tensor([condition], dtype=torch.int32, device="cpu")
         group.all_reduce_max(flag)
-        here |= bool(flag.item())
-    return here
+        condition |= bool(flag.item())
+    return condition
 
 
 def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
     """Calls a function without collectives, and raises on all ranks of some groups if it raised on any of them.
+
+    Collective: all ranks of the groups must call this.
 
     Args:
         groups: the groups that this rank belongs to.
@@ -127,18 +132,21 @@ def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
             rank, its own error is raised.
     """
     error: Exception | None = None
-    said = b""
+    message = b""
     try:
         result = work()
     except Exception as raised:  # any kind of error: other ranks must not wait for this rank
         error = raised
-        said = f"on rank {groups[0].number if groups else 0}: {type(error).__name__}: {error}".encode(errors="replace")
+        rank = groups[0].global_rank if groups else 0
+        message = f"on rank {rank}: {type(error).__name__}: {error}".encode(errors="replace")
     for group in groups:
-        said = next(filter(None, group.gathered(said).values()), b"")
+        message = next(filter(None, group.all_gather(message).values()), b"")  # the first message that is not empty
     if error is not None:
         raise error
-    if said:
-        raise ValueError(f"expected state that all ranks can load, nothing was changed; got an error {said.decode()}")
+    if message:
+        raise ValueError(
+            f"expected state that all ranks can load, nothing was changed; got an error {message.decode()}"
+        )
     return result
 
 
@@ -146,5 +154,5 @@ def reduce_together(all_reduce: Callable[[Tensor], None], tensors: Sequence[Tens
     """All-reduces tensors of one dtype and device in place, concatenated so that one collective suffices."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     all_reduce(flat)
-    for tensor, new in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(new.view_as(tensor))
+    for tensor, reduced in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(reduced.view_as(tensor))

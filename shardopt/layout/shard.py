@@ -6,49 +6,48 @@ A plain tensor is a shard that holds the whole parameter. Integrations register 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from shardopt.kernels.memory import readable, written
+from shardopt.kernels.memory import readable, unwrapped
 from shardopt.layout.block_grid import BlockGrid, Rectangle
 from shardopt.layout.partition import (
     UNCUT,
     GridPartition,
     Part,
     Partition,
-    Placed,
+    PlacedPartition,
     Range,
+    contiguous_ranges,
     extents_of,
-    flattened,
     least_offset,
-    placed_by_number,
+    partition_by_global_rank,
 )
-from shardopt.layout.rank_group import Counted, RankGroup
+from shardopt.layout.rank_group import HoldersForSums, RankGroup
 
-_S = TypeVar("_S", bound="_OfThisProcess")
+_S = TypeVar("_S", bound="Shard")
 
 
 class UnknownShardError(RuntimeError):
     """A tensor holds a part of a parameter, and its metadata do not say which part, or have an unknown format."""
 
 
-class _OfThisProcess:
+class _ProcessLocal:
     """Base of objects with references to process groups or functions: pickled as None, and not copied by deepcopy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def __deepcopy__(self: _S, memo: Any) -> _S:
+    def __deepcopy__(self, memo: Any) -> Any:
         return self
 
 
-class Shard(_OfThisProcess):
+class Shard(_ProcessLocal):
     """The part of one parameter on this rank.
 
     A subclass says how the parameter is cut and among which ranks; shapes, rectangles and scales follow from that. For
@@ -57,9 +56,13 @@ class Shard(_OfThisProcess):
 
     Args:
         global_shape: shape of the whole parameter.
-        cut: how the parameter is cut, by the ranks' places among ``ranks``.
-        offset: this rank's place among ``ranks``, from 0 on.
+        partition: how the parameter is cut, by the ranks' indices in ``ranks``. A flat shard has a RangePartition.
+        rank_offset: this rank's index in ``ranks``.
         ranks: the ranks that hold the parts, one rank per part; None if this rank holds the whole parameter.
+
+    Attributes:
+        indices: the indices of each dimension that this rank holds.
+        cuts_rows: whether ranks may hold parts of one row; if a block is cut between them, they exchange its extremes.
     """
 
     #: Whether parameter, gradient and state are ordinary tensors with this rank's part and nothing else.
@@ -78,24 +81,22 @@ class Shard(_OfThisProcess):
 
     #: Whether the moments stay float32, whatever the options say.
     float32_state = False
+    _float32_twin: Shard | None = None
 
     def __init__(
         self,
         global_shape: tuple[int, ...],
-        cut: GridPartition = UNCUT,
-        offset: int = 0,
+        partition: GridPartition = UNCUT,
+        rank_offset: int = 0,
         ranks: RankGroup | None = None,
     ) -> None:
-        self.global_shape = tuple(global_shape)
-        self.cut, self.offset, self.ranks = cut, offset, ranks
-        #: How the parameter is cut: ``cut``, or ranges of its elements.
-        self.rule: Partition = cut
-        #: The indices of each dimension that this rank holds.
-        self.indices: tuple[Range, ...] = cut.indices(self.global_shape, offset)
+        self.global_shape, self.rank_offset, self.ranks = tuple(global_shape), rank_offset, ranks
+        self.partition: Partition = partition
+        self.indices: tuple[Range, ...] = partition.indices(self.global_shape, rank_offset)
         self.local_shape = extents_of(self.indices)
-        #: Whether ranks may hold parts of one row; if a block is cut between them, they exchange its extremes.
-        self.cuts_rows = any(each.dim > 0 for each in cut.cuts)
-        self._scales: dict[int, Shard] = {}
+        self._cut_dims = {cut.dim for cut in partition.cuts}
+        self.cuts_rows = any(dim > 0 for dim in self._cut_dims)
+        self._scales: dict[int, Shard] = {}  # by block size
 
     @property
     def rows(self) -> int:
@@ -113,12 +114,7 @@ class Shard(_OfThisProcess):
         return math.prod(self.global_shape[1:])
 
     @cached_property
-    def columns(self) -> list[Range]:
-        """The columns of each row that this rank holds."""
-        return flattened(self.global_shape[1:], self.indices[1:])
-
-    @cached_property
-    def range_start(self) -> int | None:
+    def first_element(self) -> int | None:
         """Index in the flattened parameter of this rank's first element; None if the part is not contiguous."""
         if self.cols != self.row_numel:
             return None
@@ -126,48 +122,41 @@ class Shard(_OfThisProcess):
 
     def rectangles(self, grid: BlockGrid) -> list[Rectangle]:
         """This rank's part as rectangles, which kernels step: one per contiguous range of columns."""
-        scales, width, columns = self.scales(grid), self.row_numel, self.columns
-        deepest = max((dim for dim, n in enumerate(self.local_shape) if n < self.global_shape[dim]), default=0)
-        within = math.prod(self.global_shape[deepest:])
-        if deepest > 1 and self.local_shape[1:deepest] == self.global_shape[1:deepest] and not within % grid.block_size:
-            width, columns = within, flattened(self.global_shape[deepest:], self.indices[deepest:])
-        matrices = self.row_numel // max(width, 1)
-        per_row, cols = scales.cols // max(matrices, 1), sum(stop - start for start, stop in columns)
-        first_block = scales.columns[0][0] if scales.columns else 0
-        begin = self.indices[0][0] * self.row_numel if self.indices else 0
-        rectangles, element = [], 0
-        for start, stop in columns if self.rows else ():
-            block = start // grid.block_size - first_block
-            rows, numel = self.rows * matrices, stop - start
-            rectangles.append(Rectangle(element, begin + start, rows, numel, cols, width, block, per_row))
-            element += numel
+        if 0 in self.local_shape:
+            return []
+        scales, row_dims = self.scales(grid), self._row_dims(grid)
+        rows, local_cols = math.prod(self.local_shape[:row_dims]), math.prod(self.local_shape[row_dims:])
+        row_numel = math.prod(self.global_shape[row_dims:])
+        row_blocks = scales.cols // math.prod(self.local_shape[1:row_dims])
+        first_element = self.indices[0][0] * self.row_numel if self.indices else 0
+        first_block = scales.indices[1][0]
+        rectangles, start = [], 0
+        for col, stop in contiguous_ranges(self.global_shape[row_dims:], self.indices[row_dims:]):
+            element, cols, block = first_element + col, stop - col, col // grid.block_size - first_block
+            rectangles.append(Rectangle(start, element, rows, cols, local_cols, row_numel, block, row_blocks))
+            start += cols
         return rectangles
+
+    def _row_dims(self, grid: BlockGrid) -> int:
+        """How many leading dimensions count the rows of :meth:`rectangles`: 1, or more if this gives fewer rectangles.
+
+        Of a parameter of shape (8, 4, 256) cut along dim 2, a row of 4 * 256 elements has 4 ranges of columns on this
+        rank, and 8 * 4 rows of 256 elements have one each. The blocks must be the same: these rows are whole blocks.
+        """
+        cut_dims = [dim for dim, extent in enumerate(self.local_shape) if extent < self.global_shape[dim]]
+        last = max(cut_dims, default=0)
+        are_whole_blocks = math.prod(self.global_shape[last:]) % grid.block_size == 0
+        return last if last > 1 and set(cut_dims) <= {0, last} and are_whole_blocks else 1
 
     def scales(self, grid: BlockGrid) -> Shard:
         """The shard of the matrix of scales, one per block. Codecs with several scales per block add a dimension."""
         if grid.block_size not in self._scales:
-            self._scales[grid.block_size] = self._matrix_of_blocks(grid)
+            self._scales[grid.block_size] = self._make_scales(grid)
         return self._scales[grid.block_size]
 
-    def _matrix_of_blocks(self, grid: BlockGrid) -> Shard:
-        """Computes :meth:`scales`: cut like the parameter if no block is cut, else along rows only."""
-        cut = self.cut if self._is_aligned(grid) else self.cut.along_rows
-        return Shard((grid.rows, grid.blocks_per_row), cut, self.offset, self.ranks)
-
-    def _is_aligned(self, grid: BlockGrid) -> bool:
-        """Whether no block is cut, and the matrix of scales cut like the parameter gives each rank its own blocks."""
-        if not self.cuts_rows:
-            return True
-        if any(cut.dim > 1 for cut in self.cut.cuts):
-            return False
-        inner = math.prod(self.global_shape[2:])
-        of_columns = [range(0, cut.ways * cut.stride, cut.stride) for cut in self.cut.cuts if cut.dim > 0]
-        for offset in map(sum, itertools.product(*of_columns)):  # of ranks that hold parts of the first rows
-            ends = [index * inner for index in self.cut.indices(self.global_shape, offset)[1]]
-            blocks = self.cut.indices((grid.rows, grid.blocks_per_row), offset)[1]
-            if not all(map(grid.is_boundary, ends)) or blocks != tuple(-(-end // grid.block_size) for end in ends):
-                return False
-        return True
+    def _make_scales(self, grid: BlockGrid) -> Shard:
+        partition = cast(GridPartition, self.partition)  # other shards override this
+        return Shard((grid.rows, grid.blocks_per_row), partition.of_scales(grid), self.rank_offset, self.ranks)
 
     def block_owners(self, grid: BlockGrid) -> RankGroup | None:
         """The ranks that all-reduce the extremes of cut blocks, and so all have the scales of all blocks of their rows.
@@ -178,11 +167,12 @@ class Shard(_OfThisProcess):
 
     def with_float32_state(self: _S) -> _S:
         """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
-        twin: _S | None = self if self.__dict__.get("float32_state") else self.__dict__.get("_float32_twin")
-        if twin is None:
-            twin = self.__dict__["_float32_twin"] = object.__new__(type(self))
-            twin.__dict__.update(self.__dict__, float32_state=True, _float32_twin=None)
-        return twin
+        if self.float32_state:
+            return self
+        if self._float32_twin is None:
+            self._float32_twin = object.__new__(type(self))  # not by copy.copy, as shards are copied as None
+            self._float32_twin.__dict__.update(self.__dict__, float32_state=True)
+        return cast(_S, self._float32_twin)
 
     @property
     def holders(self) -> RankGroup | None:
@@ -196,17 +186,17 @@ class Shard(_OfThisProcess):
         Raises:
             UnknownShardError: dimension 0 is cut, too, and the subclass does not say which ranks share rows.
         """
-        if self.cuts_rows and any(cut.dim == 0 for cut in self.cut.cuts):
+        if self.cuts_rows and 0 in self._cut_dims:
             raise UnknownShardError(
-                f"got rows and columns cut by {self.cut.cuts}, expected {type(self).__name__}.row_owners to say which "
+                f"got rows and columns cut by {self.partition}, expected {type(self).__name__}.row_owners to say which "
                 "ranks hold parts of the same rows; define it"
             )
         return self.ranks if self.cuts_rows else None
 
-    def divided_among(self) -> RankGroup | None:
+    def make_part_group(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one rank per part; None if this rank holds the whole parameter.
 
-        All of these ranks must call this, as it may make a process group.
+        Collective: all of these ranks must call this, as it may make a process group.
 
         Raises:
             UnknownShardError: the shard was made without its ranks.
@@ -218,35 +208,37 @@ class Shard(_OfThisProcess):
             )
         return self.ranks
 
-    def counted(self) -> Counted | None:
+    def holders_for_sums(self) -> HoldersForSums | None:
         """Which ranks hold copies, so that sums over parameters count each part once; None if each rank has all of it.
 
-        All of these ranks must call this, as it may make a process group.
+        Collective: all of these ranks must call this, as it may make a process group.
         """
-        ranks = self.divided_among()
+        ranks = self.make_part_group()
         if ranks is None:
             return None
-        numbers = frozenset(ranks.numbers)
-        return Counted(ranks, numbers, frozenset(), numbers)
+        global_ranks = frozenset(ranks.global_ranks)
+        return HoldersForSums(ranks, global_ranks, frozenset(), global_ranks)
 
-    def parts_of(self, ranks: RankGroup) -> list[list[Part]]:
+    def parts_by_rank(self, ranks: RankGroup) -> list[list[Part]]:
         """For each rank of a group, in its order, the list of rectangles of the parameter that the rank holds."""
-        places = {number: place for place, number in enumerate(self._numbers)}
-        offsets = [least_offset(self.rule, places[number]) for number in ranks.numbers]
-        return [self.rule.parts(self.global_shape, offset) for offset in offsets]
+        index_of = {global_rank: index for index, global_rank in enumerate(self._global_ranks)}
+        offsets = [least_offset(self.partition, index_of[rank]) for rank in ranks.global_ranks]
+        return [self.partition.parts(self.global_shape, offset) for offset in offsets]
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
-        """The global rank numbers, by the offsets that ``cut`` counts."""
-        return (0,) if self.ranks is None else self.ranks.numbers
+    def _global_ranks(self) -> tuple[int, ...]:
+        """The global rank numbers, by the rank offsets of ``partition``."""
+        return (0,) if self.ranks is None else self.ranks.global_ranks
 
     @cached_property
-    def partition(self) -> Placed | None:
-        """The rule that says which ranks hold which parts of the parameter, and this rank's offset in it.
+    def placed_partition(self) -> PlacedPartition | None:
+        """The partition by global rank numbers, as a checkpoint stores it, and this rank's offset in it.
 
-        None if the ranks' numbers follow no rule: a checkpoint then lists the parts.
+        None if the global ranks are not evenly spaced (a checkpoint then lists the parts) or do not include this rank.
         """
-        return placed_by_number(self.rule, self.offset, self._numbers) if self.is_here else None
+        if not self.is_here:
+            return None
+        return partition_by_global_rank(self.partition, self.rank_offset, self._global_ranks)
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter, codes or scales as an ordinary tensor: of a DTensor, its local tensor.
@@ -254,7 +246,7 @@ class Shard(_OfThisProcess):
         Raises:
             RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
         """
-        return written(tensor)
+        return unwrapped(tensor)
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         """This rank's part of a gradient, laid out like the parameter, with memory of its own.
@@ -289,7 +281,7 @@ def assign(param: Tensor, shard: Shard) -> None:
     setattr(param, ASSIGNED, shard)
 
 
-class _Unread(_OfThisProcess):
+class _PendingShard(_ProcessLocal):
     """Placeholder for a parameter's shard until :func:`assigned` asks for the shard; see :func:`assign_later`."""
 
     def __init__(self, read: Callable[[], None]) -> None:
@@ -304,9 +296,9 @@ def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
         read: assigns the parameters' shards, all at once. If ``read`` raises or leaves them unassigned, it is called
             again. ``read`` lives as long as the parameters, so it must not keep their model alive.
     """
-    unread = _Unread(read)
+    pending = _PendingShard(read)
     for param in params:
-        setattr(param, ASSIGNED, unread)
+        setattr(param, ASSIGNED, pending)
 
 
 def assigned(param: Tensor) -> Shard | None:
@@ -316,7 +308,7 @@ def assigned(param: Tensor) -> Shard | None:
         RuntimeError: raised by the function given to :func:`assign_later`.
     """
     shard = getattr(param, ASSIGNED, None)
-    if isinstance(shard, _Unread):
+    if isinstance(shard, _PendingShard):
         shard.read()
         shard = getattr(param, ASSIGNED, None)
     return shard if isinstance(shard, Shard) else None

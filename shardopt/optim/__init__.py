@@ -22,49 +22,15 @@ from shardopt.optim.muon import Muon, Muon8bit, NorMuon, NorMuon8bit
 from shardopt.optim.prodigy import Prodigy, Prodigy8bit
 from shardopt.optim.squares import Adagrad, Adagrad8bit, RMSprop, RMSprop8bit
 
-__all__ = [
-    "ADOPT",
-    "LAMB",
-    "LARS",
-    "SGD",
-    "ADOPT8bit",
-    "AdEMAMix",
-    "AdEMAMix8bit",
-    "Adagrad",
-    "Adagrad8bit",
-    "Adam",
-    "Adam4bit",
-    "Adam8bit",
-    "AdamW",
-    "AdamW4bit",
-    "AdamW8bit",
-    "Adamax",
-    "Adamax8bit",
-    "Adan",
-    "Adan8bit",
-    "LAMB8bit",
-    "LARS8bit",
-    "Lion",
-    "Lion8bit",
-    "Muon",
-    "Muon8bit",
-    "NAdam",
-    "NAdam8bit",
-    "NorMuon",
-    "NorMuon8bit",
-    "Prodigy",
-    "Prodigy8bit",
-    "RAdam",
-    "RAdam8bit",
-    "RMSprop",
-    "RMSprop8bit",
-    "SGD8bit",
-    "ShardedOptimizer",
-    "Signum",
-    "Signum8bit",
-    "StableAdamW",
-    "StableAdamW8bit",
-]
+__all__ = ["ShardedOptimizer"]
+__all__ += ["Adam", "Adam4bit", "Adam8bit", "AdamW", "AdamW4bit", "AdamW8bit"]
+__all__ += ["ADOPT", "LAMB", "ADOPT8bit", "Adamax", "Adamax8bit", "LAMB8bit"]
+__all__ += ["NAdam", "NAdam8bit", "RAdam", "RAdam8bit", "StableAdamW", "StableAdamW8bit"]
+__all__ += ["AdEMAMix", "AdEMAMix8bit", "Adan", "Adan8bit"]
+__all__ += ["LARS", "SGD", "LARS8bit", "Lion", "Lion8bit", "SGD8bit", "Signum", "Signum8bit"]
+__all__ += ["Muon", "Muon8bit", "NorMuon", "NorMuon8bit"]
+__all__ += ["Prodigy", "Prodigy8bit"]
+__all__ += ["Adagrad", "Adagrad8bit", "RMSprop", "RMSprop8bit"]
 
 #: Every optimizer by its name in configs: "adamw" with float32 state, "adamw8bit", "adamw4bit", ...
 OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {

@@ -11,14 +11,14 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment, get_codec
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import Options, Unpack, check_flag, repays
+from shardopt.state.options import Options, Unpack, check_bool, repays
 from shardopt.state.rule import Rule
 
 #: Options of Adam, AdamW and Lion, of which any makes a rule cautious.
 CAUTIOUS = ("cautious", "cautious_weight_decay")
 
 
-def flags_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
+def cautious_key(group: Mapping[str, Any]) -> tuple[bool, ...]:
     """Reads the options ``cautious`` and ``cautious_weight_decay``, as a key into :func:`cautious_rules`."""
     return tuple(bool(group[flag]) for flag in CAUTIOUS)
 
@@ -26,15 +26,16 @@ def flags_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
 def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
     """A rule and its cautious variants (csrc/rules/cautious.h), by the flags (cautious, cautious_weight_decay)."""
     name, moments = f"cautious_{rule.name}", rule.moments
-    with_sums, without = Rule(name, moments), Rule(name, moments, has_sums=False)  # whose decay alone is cautious
-    return {(False, False): rule, (False, True): without, (True, False): with_sums, (True, True): with_sums}
+    cautious_decay = Rule(name, moments, has_sums=False)  # needs no count of the elements whose update is left out
+    cautious = Rule(name, moments)
+    return {(False, False): rule, (False, True): cautious_decay, (True, False): cautious, (True, True): cautious}
 
 
 ADAM_MOMENTS = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 _ADAM = cautious_rules(Rule("adam", ADAM_MOMENTS))
 _REPAID = Rule("repaid_adam", ADAM_MOMENTS)
-_LARGEST = Moment("max_exp_avg_sq", signed=False)
-_AMSGRAD = Rule("amsgrad", (*ADAM_MOMENTS, _LARGEST))
+_MAX_SQUARES = Moment("max_exp_avg_sq", signed=False)
+_AMSGRAD = Rule("amsgrad", (*ADAM_MOMENTS, _MAX_SQUARES))
 
 
 class AdamW(ShardedOptimizer):
@@ -77,7 +78,7 @@ class AdamW(ShardedOptimizer):
         TypeError: there is no such option.
     """
 
-    optional_moments = (_LARGEST,)
+    optional_moments = (_MAX_SQUARES,)
     flags = ("amsgrad", *CAUTIOUS)
     decoupled = True
 
@@ -100,16 +101,16 @@ class AdamW(ShardedOptimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["amsgrad"]:
             return _AMSGRAD
-        flags = flags_of(group)
+        flags = cautious_key(group)
         return _REPAID if repays(group) and not any(flags) else _ADAM[flags]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        if group["amsgrad"] and any(flags_of(group)):
+        if group["amsgrad"] and any(cautious_key(group)):
             raise ValueError("amsgrad: got True beside cautious or cautious_weight_decay, expected one or the other")
         if group["repay"] is not None:
-            check_flag(group, "repay")
-        if repays(group) and (group["amsgrad"] or any(flags_of(group))):
+            check_bool(group, "repay")
+        if repays(group) and (group["amsgrad"] or any(cautious_key(group))):
             raise ValueError("repay: got True beside amsgrad or a cautious option, expected one or the other")
         if repays(group) and not get_codec(group["codec"]).relative:
             raise ValueError(f"repay: got True with codec {group['codec']!r}, expected 'log4' or 'log8'")
@@ -147,10 +148,9 @@ class Adam(AdamW):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        if group["cautious_weight_decay"]:
-            raise ValueError("cautious_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
-        if group.get("decoupled_weight_decay"):  # of a torch.optim state dict
-            raise ValueError("decoupled_weight_decay: got True for Adam, whose weight decay is L2; use AdamW")
+        for name in ("cautious_weight_decay", "decoupled_weight_decay"):  # a torch.optim state dict has the latter
+            if group.get(name):
+                raise ValueError(f"{name}: got True for Adam, whose weight decay is L2; use AdamW")
 
 
 class AdamW8bit(AdamW, codec="log8"):

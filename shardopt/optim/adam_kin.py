@@ -16,7 +16,7 @@ from shardopt.optim.adam import ADAM_MOMENTS, AdamKin
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.loading import checked_containers
-from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, check_number, is_int
 from shardopt.state.rule import Rule
 from shardopt.state.slice_spec import StateDict
 
@@ -174,7 +174,7 @@ class LAMB8bit(LAMB, codec="log8"):
     """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
 
 
-#: ``past_mu`` before the first step.
+#: ``past_mu`` before the first step: steps, the product of their decay rates, and ``betas[0]`` since then (unknown).
 _NO_PAST: tuple[int, float, float | None] = (0, 1.0, None)
 
 
@@ -215,15 +215,16 @@ class NAdam(AdamKin):
         past = {"past_steps": float(steps), "past_product": float(product)}
         return {**super().hyper(group), "decay_base": _decay_base(group), **past}
 
-    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
+    def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Updates ``past_mu`` of param groups in which ``betas[0]`` has changed, from the steps taken before."""
         for group in groups:
-            beta1, (*_, last) = float(group["betas"][0]), group["past_mu"]
-            if last is None:
-                group["past_mu"] = (*group["past_mu"][:2], beta1)
-            elif beta1 != last:
+            beta1, (steps, product, last_beta1) = float(group["betas"][0]), group["past_mu"]
+            if last_beta1 is None:  # first step, also after a load of torch's mu_product
+                group["past_mu"] = (steps, product, beta1)
+            elif beta1 != last_beta1:
                 states = (self.state.get(param) for param in group["params"])
-                taken = max((int(state["step"]) for state in states if state), default=0)
-                group["past_mu"] = (taken, _mu_product(group, taken), beta1)
+                steps = max((int(state["step"]) for state in states if state), default=0)
+                group["past_mu"] = (steps, _mu_product(group, steps), beta1)
 
     def reset_group(self, group: dict[str, Any]) -> None:
         group["past_mu"] = _NO_PAST
@@ -231,7 +232,7 @@ class NAdam(AdamKin):
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
         past = group["past_mu"]
-        if not isinstance(past, tuple) or len(past) != 3 or not is_whole(past[0]) or past[0] < 0:
+        if not isinstance(past, tuple) or len(past) != 3 or not is_int(past[0]) or past[0] < 0:
             raise ValueError(
                 f"past_mu: got {past!r:.80}, expected steps, a product, and None or betas[0]; leave it out"
             )
@@ -257,16 +258,18 @@ class NAdam(AdamKin):
             return
         groups = []
         for group in saved:
-            found = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
-            try:
-                past = max(((int(x.get("step", 0)), float(x["mu_product"])) for x in found), default=_NO_PAST[:2])
-            except (TypeError, ValueError, RuntimeError):  # check_group refuses what is no number, on all ranks
-                past = -1, math.nan
-            groups.append({"past_mu": (*past, None), **group} if found else group)
+            entries = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
+            if entries:
+                try:
+                    past = max((int(x.get("step", 0)), float(x["mu_product"])) for x in entries)
+                except (TypeError, ValueError, RuntimeError):  # no numbers
+                    past = -1, math.nan  # refused by check_group below, on all ranks
+                group = {"past_mu": (*past, None), **group}
+            groups.append(group)
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-def _decay_base(group: Mapping[str, Any]) -> float:
+def _decay_base(group: Mapping[str, Any]) -> float:  # to the power of the step count: see _mu_product
     return float(0.96 ** group["momentum_decay"])
 
 
@@ -275,12 +278,12 @@ def _mu_product(group: Mapping[str, Any], steps: int) -> float:
 
     Starts from ``past_mu``: the number of steps before the last change of beta1, their product, and beta1 since then.
     """
-    past, product, beta1 = group["past_mu"]
-    if steps < past:
-        past, product = 0, 1.0
+    past_steps, product, beta1 = group["past_mu"]
+    if steps < past_steps:  # a parameter that was stepped less often: as if beta1 had never changed
+        past_steps, product = 0, 1.0
     base = _decay_base(group)
-    decay = base**past
-    for _ in range(past, steps):
+    decay = base**past_steps
+    for _ in range(past_steps, steps):
         decay *= base
         product *= (float(group["betas"][0]) if beta1 is None else beta1) * (1 - 0.5 * decay)
         if product < 2.0**-150:  # zero in float32

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
-from shardopt.state.options import LARGEST, Options, Unpack, is_whole
+from shardopt.state.options import LARGEST, Options, Unpack, is_int
 from shardopt.state.rule import Rule
 
 _ADAN_MOMENTS = (
@@ -67,7 +67,7 @@ _ADEMAMIX_MOMENTS = (
     Moment("exp_avg_sq", signed=False),
 )
 
-#: The kernels count steps in float32.
+#: Upper bound of warm-ups: the kernels' step counts are float32, which is exact up to this number.
 MOST_STEPS = 2**24
 
 
@@ -107,6 +107,7 @@ class AdEMAMix(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Adds the logarithms of decay rates, by which ``beta3`` is interpolated during its warm-up."""
         hyper = super().hyper(group)
         logs = {f"log_{beta}": math.log(hyper[beta]) if hyper[beta] else -math.inf for beta in ("beta1", "beta3")}
         return hyper | logs
@@ -115,7 +116,7 @@ class AdEMAMix(ShardedOptimizer):
         super().check_group(group)
         for name in ("alpha_steps", "beta3_steps"):
             steps = group[name]
-            if steps is not None and not (is_whole(steps) and 0 <= steps <= MOST_STEPS):
+            if steps is not None and not (is_int(steps) and 0 <= steps <= MOST_STEPS):
                 raise ValueError(f"{name}: got {steps!r:.80}, expected a whole number from 0 to {MOST_STEPS}, or None")
 
 

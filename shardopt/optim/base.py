@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -16,18 +17,18 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import assigned, copies_in, number_parameters, read_model
-from shardopt.layout.names import give_numbers, number_of
+from shardopt.layout.names import number_of, set_numbers
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
-from shardopt.optim.loading import HELD, Adopted, adopt, held_elements
-from shardopt.removed import OPTIONS, explained
-from shardopt.state.full_precision import check_weights, joined, split_into
+from shardopt.optim.loading import HELD_ELEMENTS, WrappedState, convert_state_dict, flat_ranges
+from shardopt.removed import OPTIONS, explain_removed
+from shardopt.state.full_precision import check_float32_weights, float32_weights, store_float32_weights
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
     STATE_FORMAT,
     check_options,
     check_repayment,
-    make_plain,
+    convert_sequences,
     warn_of_misspelt,
     with_defaults,
 )
@@ -52,36 +53,36 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
-        make_plain(defaults)
+        convert_sequences(defaults)
         super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler passes ``grad_scale`` and ``found_inf`` to ``step`` instead of unscaling itself.
 
-        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
-        False if ``step`` is wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler
-        then unscales by itself, and calls ``step`` only if all gradients are finite. True all the same with float16
-        parameters, whose gradients GradScaler refuses to unscale. May be set to False, for Lightning, which clips only
-        gradients that GradScaler has unscaled. True while the backward pass takes steps:
-        ``step`` then refuses a scaler.
+        True while the backward pass takes steps: ``step`` then refuses a scaler, and says what to do. False after
+        Lightning has set it so, as it clips only gradients that GradScaler has unscaled. False for flat shards:
+        ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself. False if ``step`` is
+        wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler then calls ``step`` only
+        if all gradients are finite. But True with float16 parameters, whose gradients GradScaler refuses to unscale.
         """
         released = self._internals.released
         if released is not None and not released.overlaps_forward:
             return True
         params = self._internals.params
-        if not self._takes_loss_scales or any(getattr(assigned(param), "holders", None) for param in params):
+        has_flat_shards = any(getattr(assigned(param), "holders", None) for param in params)
+        if not self._takes_loss_scales or has_flat_shards:
             return False
-        return not self._is_step_watched() or any(param.dtype == torch.float16 for param in params)
+        return not self._is_step_hooked_or_wrapped() or any(param.dtype == torch.float16 for param in params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._takes_loss_scales = value
 
-    def _is_step_watched(self) -> bool:
+    def _is_step_hooked_or_wrapped(self) -> bool:
         """Whether ``step`` has hooks or is replaced by a wrapper, other than the call counter of torch's schedulers."""
         step: Any = self.step
-        while getattr(step, "__globals__", None) is vars(lr_scheduler):
+        while getattr(step, "__globals__", None) is vars(lr_scheduler):  # the counter is a function of that module
             step = step.__wrapped__
         is_replaced = getattr(step, "__func__", step) is not type(self).step
         return is_replaced or bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
@@ -100,15 +101,12 @@ class ShardedOptimizer(OptimizerInterface):
             MemoryError: the host has too little memory for the offloaded state.
             RuntimeError: a parameter does not allow the group's ``offload``.
         """
-        if isinstance(param_group, dict):
-            make_plain(param_group)
-            names = param_group.get("param_names")
-            if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
-                raise ValueError(
-                    f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out"
-                )
-            if said := explained(param_group.keys() & OPTIONS.keys()):
-                raise ValueError(f"got a param group with options that shardopt does not have{said}")
+        convert_sequences(param_group)
+        names = param_group.get("param_names")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"param_names: got {names!r:.80}, expected a list of the parameters' names; leave it out")
+        if advice := explain_removed(param_group.keys() & OPTIONS.keys()):
+            raise ValueError(f"got a param group with options that shardopt does not have{advice}")
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
@@ -116,9 +114,9 @@ class ShardedOptimizer(OptimizerInterface):
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                WeightFormat.of(param.dtype, completed)
+                WeightFormat.from_options(param.dtype, completed)  # raises for a dtype that the options do not allow
                 check_repayment(param.dtype, completed)
-            self._internals.residency.check(self.param_groups[-1])
+            self._internals.residency.check_host_memory(self.param_groups[-1])
             self.check_parameters(len(self.param_groups) - 1)
         except Exception:  # after any error the optimizer stays as it was
             self.param_groups.pop()
@@ -145,25 +143,26 @@ class ShardedOptimizer(OptimizerInterface):
         read_model(model)
         number_parameters(model)
         self._internals.use_numbers(self._internals.params)
-        self._internals.share(copies_in(model))
-        self._internals.forget_tables()
-        self._internals.residency.check()
+        self._internals.set_copies(copies_in(model))
+        self._internals.invalidate_steps()
+        self._internals.residency.check_host_memory()
 
     @without_autograd
     def synchronize(self) -> None:
         """Waits until steps in worker threads are finished and offloaded state is complete in the host's memory.
 
         Call this before reading :attr:`state` by hand, or parameters whose steps overlap with the next forward pass
-        (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves.
+        (:func:`shardopt.release_gradients`). The optimizer's methods and checkpoints call it by themselves. If the
+        model was cast to another dtype, low bits of master weights in the state are adapted or dropped.
         """
         if self._internals.released is not None:
             self._internals.released.wait()
         self._internals.residency.synchronize()
-        self._internals.fit_to_changes()
+        self._internals.adapt_to_user_changes()
 
     @without_autograd
     def offload(self) -> None:
-        """Moves all state from the devices to the host's memory, to free device memory until :meth:`reload`.
+        """CopiedFields all state from the devices to the host's memory, to free device memory until :meth:`reload`.
 
         The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
         dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
@@ -179,7 +178,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def reload(self) -> None:
-        """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
+        """CopiedFields the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
         The next step would call this itself.
         """
@@ -199,20 +198,19 @@ class ShardedOptimizer(OptimizerInterface):
             ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
         """
         self.synchronize()
-        chosen = None if params is None else list(params)
-        known = set(map(id, self._internals.params))
-        if chosen is not None and not known.issuperset(map(id, chosen)):
+        chosen = self._internals.params if params is None else list(params)
+        if not set(map(id, self._internals.params)).issuperset(map(id, chosen)):
             raise ValueError(
                 "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
                 "these, such as list(module.parameters())"
             )
-        self._internals.forget_tables()
-        if chosen is None:
-            self.state.clear()
+        self._internals.invalidate_steps()
+        for param in chosen:
+            self.state.pop(param, None)
+        if params is None:
+            self.state.clear()  # also of parameters that ZeRO 3 has in no param group between steps
             for group in self.param_groups:
                 self.reset_group(group)
-        for param in chosen or ():
-            self.state.pop(param, None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -242,6 +240,7 @@ class ShardedOptimizer(OptimizerInterface):
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
+        # torch.amp.GradScaler sets these attributes for the duration of the call.
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         internals, released = self._internals, self._internals.released
         if released is not None and not released.overlaps_forward:
@@ -252,26 +251,28 @@ class ShardedOptimizer(OptimizerInterface):
                 loss = closure()
         if internals.pauses:
             return loss
-        if internals.may_make_state and internals.make_state(scaling):
+        if internals.may_be_dummy_step and internals.take_dummy_step(scaling):
             return loss
         internals.warn_of_skipped()
-        scaling = internals.clipped(scaling)
-        take_held = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
-        left = released is None or any(param.grad is not None for _, param in self._all_params())
-        if released is not None and (left or not released.overlaps_forward):
+        scaling = internals.with_clip_coefficient(scaling)
+        # Gradients held in host memory are checked before any step is taken: an error then changes nothing.
+        start_held_steps = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
+        has_gradients = released is None or any(param.grad is not None for _, param in self._all_params())
+        if released is not None and (has_gradients or not released.overlaps_forward):
             released.wait()
-        if left:
-            self.begin_step(self.param_groups)
-            stepper = internals.stepper
+        if has_gradients:
+            self.check_groups(self.param_groups)
+            self.record_changes(self.param_groups)
+            stepper = internals.cached_stepper()
             stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
-                internals.untrained.look(changed=stepper.gradients_changed)
-        if take_held is not None:
-            take_held()
+                internals.missing_gradients.count_step(gradients_changed=stepper.gradients_changed)
+        if start_held_steps is not None:
+            start_held_steps()
         if released is not None:
             released.next_step()
-        internals.coefficient = None  # not after an exception: the step may be tried again
-        internals.skipped.publish()
+        internals.clip_coefficient = None  # not after an exception: the step may be tried again
+        internals.skipped.copy_counts_to_host()
         return loss
 
     @_disable_dynamo
@@ -282,7 +283,7 @@ class ShardedOptimizer(OptimizerInterface):
         so that the next one may begin. Parameters that the failed pass has stepped stay stepped, with a warning.
         """
         super().zero_grad(set_to_none)
-        self._internals.coefficient = None
+        self._internals.clip_coefficient = None
         if self._internals.released is not None:
             self._internals.released.discard()
 
@@ -298,20 +299,22 @@ class ShardedOptimizer(OptimizerInterface):
         self.synchronize()
         check_keys(self.state, self.param_groups)
         state_dict = super().state_dict()
+        # Without empty dicts, which reading the state of a parameter that has none leaves in torch's defaultdict.
         state_dict["state"] = {key: x for key, x in state_dict["state"].items() if not isinstance(x, dict) or x}
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if (held := held_elements(group["params"])) is not None:
-                saved[HELD] = held
+            if (ranges := flat_ranges(group["params"])) is not None:
+                saved[HELD_ELEMENTS] = ranges
         if dequantize:
             for group in state_dict["param_groups"]:
                 for option in STATE_FORMAT:
                     group.pop(option, None)
-            state = state_dict["state"]
+            states = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
-                if index in state:
-                    of_rows = {key: x.clone() for key, x in state[index].items() if key == ROW_MOMENTS}
-                    decoded = self._internals.state_of(param, group).decode(state[index])
-                    state[index] = {"step": state[index]["step"].clone(), **decoded, **of_rows}
+                if index in states:
+                    state = states[index]
+                    moments = self._internals.state_of(param, group).decode(state)
+                    row_moments = {ROW_MOMENTS: state[ROW_MOMENTS].clone()} if ROW_MOMENTS in state else {}
+                    states[index] = {"step": state["step"].clone(), **moments, **row_moments}
         return state_dict
 
     @without_autograd
@@ -324,15 +327,16 @@ class ShardedOptimizer(OptimizerInterface):
                 unsigned moments are negative. Nothing was changed.
         """
         self.synchronize()
-        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: adopt(self._internals, loaded))
+        convert = partial(convert_state_dict, self._internals)
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: convert(loaded))  # after the users' hooks
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
-        self._internals.coefficient = None
+        self._internals.clip_coefficient = None  # of gradients of other weights
         for group, param in self._all_params():
             if group["offload"] is not None and self.state.get(param):
-                self._internals.residency.put(param, self._internals.state_of(param, group), self.state[param])
+                self._internals.residency.move_state(param, self._internals.state_of(param, group), self.state[param])
 
     @without_autograd
     def full_precision_parameters(self) -> dict[Tensor, Tensor]:
@@ -343,9 +347,8 @@ class ShardedOptimizer(OptimizerInterface):
             of a flat one. 4 bytes per element.
         """
         self.synchronize()
-        return {
-            p: joined(self._internals.state_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()
-        }
+        spec_of = self._internals.state_of
+        return {p: float32_weights(spec_of(p, group), p, self.state.get(p, {})) for group, p in self._all_params()}
 
     @without_autograd
     def load_full_precision_parameters(self, weights: Mapping[Tensor, Tensor]) -> None:
@@ -363,10 +366,12 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self.synchronize()
         params = {param: group for group, param in self._all_params()}
-        check_weights(weights, params)
+        check_float32_weights(weights, params)
         for param, group in params.items():
-            spec, old = self._internals.state_of(param, group), self.state.get(param, {})
-            state = split_into(spec, param, old, weights[param], self._internals.residency.of(param).state)
+            spec, state = self._internals.state_of(param, group), self.state.get(param, {})
+            state = store_float32_weights(
+                spec, param, state, weights[param], self._internals.residency.decide(param).state_device
+            )
             if state:
                 self.state[param] = state
 
@@ -377,21 +382,22 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by ``load_state_dict``, whose tensors are wrapped, and when the optimizer is copied or unpickled."""
         state = dict(state)
         numbers, asleep = state.pop(_NUMBERS, None), state.pop(_ASLEEP, None)
         if "state" in state:
             for param, value in state["state"].items():
-                if isinstance(value, Adopted):
+                if isinstance(value, WrappedState):
                     state["state"][param] = value.state
         super().__setstate__(state)
-        if numbers is not None:  # of a copy, whose parameters have lost theirs
-            give_numbers((param for _, param in self._all_params()), numbers)
+        if numbers is not None:  # a copy, whose parameters have lost their numbers in the model
+            set_numbers((param for _, param in self._all_params()), numbers)
         self._internals = getattr(self, "_internals", None) or Internals(self)
         if asleep is not None:
             self._internals.residency.asleep = asleep
-        self._internals.forget_tables(anew=True)
+        self._internals.invalidate_steps(discard_gradients=True)
 
-    def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    def _all_params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:  # with their param groups
         for group in self.param_groups:
             for param in group["params"]:
                 yield group, param

@@ -76,22 +76,22 @@ def clip_grad_norm_(
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
     optimizers = _optimizers(optimizer)
-    released = [of_one for scaled in optimizers if (of_one := scaled._internals.held_release) is not None]
-    _demand_held(params, released)
-    for of_one in released:
-        of_one.take_rest()
+    held_releases = list(filter(None, (scaled._internals.held_release for scaled in optimizers)))
+    _refuse_held_elsewhere(params, held_releases)
+    for release in held_releases:
+        release.collect_grads()
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
-    if norm is None or not norm.read(params):
+    if norm is None or not norm.take_gradients(params):
         norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
-            on_host = {param for of_one in released for param in of_one.held}
+            on_host = {param for release in held_releases for param in release.host_gradients}
             _check_parameters(params, norm.with_gradient, optimizers, on_host)
         largest = math.isinf(norm_type)
-        kept = [of_one.norm_shares(largest=largest) for of_one in released]
-        total, coefficient = norm.clip(float(max_norm), largest=largest, kept=kept)
+        host_shares = [release.norm_shares(largest=largest) for release in held_releases]
+        total, coefficient = norm.norm_and_coefficient(float(max_norm), largest=largest, host_shares=host_shares)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"got gradients whose norm of order {norm_type} is {float(total)}, expected a finite one; the "
@@ -99,17 +99,19 @@ def clip_grad_norm_(
             )
         if optimizers:
             for scaled in optimizers:
-                scaled._internals.clip(coefficient)
-        elif total.is_cuda or float(coefficient) != 1.0:
-            norm.scale(coefficient)
+                scaled._internals.set_clip_coefficient(coefficient)
+        elif total.is_cuda or float(coefficient) != 1.0:  # on CUDA, reading it would wait for the device
+            norm.scale_gradients(coefficient)
     finally:
-        norm.forget_gradients()
+        norm.forget_gradients()  # else the cache would keep them alive
     return total
 
 
 def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOptimizer]:
+    """The argument ``optimizer`` as a list, after checking that each can multiply gradients in its next step."""
     optimizers: list[ShardedOptimizer] = []
-    for optimizer in () if given is None else (given,) if isinstance(given, Optimizer) else given:
+    given = [given] if isinstance(given, Optimizer) else given or ()
+    for optimizer in given:
         if not isinstance(optimizer, ShardedOptimizer):
             raise TypeError(
                 f"optimizer: got {type(optimizer).__name__}, expected an optimizer of shardopt, which multiplies "
@@ -126,10 +128,10 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
     return optimizers
 
 
-def _demand_held(params: Iterable[Tensor], given: Sequence[Any]) -> None:
+def _refuse_held_elsewhere(params: Iterable[Tensor], given: Sequence[Any]) -> None:
     """Raises RuntimeError if a release missing in ``given`` holds gradients of the parameters in host memory."""
-    others: list[Any] = [each for each in releases if each.overlaps_forward and each not in given]
-    held = {param for released in others for param in released.held}
+    others: list[Any] = [release for release in releases if release.overlaps_forward and release not in given]
+    held = {param for release in others for param in release.host_gradients}
     if held and (count := sum(param in held for param in params)):
         raise RuntimeError(
             f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "
@@ -143,7 +145,7 @@ def _check_parameters(
 ) -> None:
     """Raises ValueError unless the parameters with gradients among ``params`` and in the optimizers are the same."""
     stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    if len(stepped) == len(params) and all(map(is_, stepped, params)):
+    if len(stepped) == len(params) and all(map(is_, stepped, params)):  # as usual; sets would take longer
         return
     given, known = set(map(id, params)), set(map(id, stepped))
     missing = sum(id(param) not in known for param in with_gradient)

@@ -1,4 +1,4 @@
-"""Detects steps with zero gradients and lr=0, which frameworks take only to have an optimizer create its state."""
+"""Detects dummy steps: first steps with zero gradients and lr=0, which frameworks take to make an optimizer's state."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import RankGroup, UnknownShardError, on_any_rank, shard_of
+from shardopt.layout import RankGroup, UnknownShardError, all_reduce_any, shard_of
 
 
-def only_makes_state(
+def agree_on_dummy_step(
     groups: Sequence[Mapping[str, Any]], has_begun: Callable[[], bool], peers: RankGroup | None = None
 ) -> bool:
-    """Whether the present step only serves to create state: the first step, with lr=0 and zero gradients everywhere.
+    """Collective: whether the present step is a dummy step, which torch.distributed.checkpoint and torchtitan take.
 
-    torch.distributed.checkpoint.state_dict and torchtitan take such a step. This is a collective: all ranks that share
-    parameters must call it in a first step, also after a load or reset. Ranks that share parameters directly, or
-    through one other rank, get the same answer, since in a warm-up from lr=0 gradients may be zero on one rank alone.
-    ``has_begun`` tells whether a parameter was stepped before, or has a gradient held outside of ``param.grad``;
-    ``peers`` are the ranks whose optimizers have the model's other parameters.
+    All ranks that share parameters must call this in a first step, also after a load or reset. Ranks that share
+    parameters directly, or through one other rank, get the same answer, since in a warm-up from lr=0 gradients may be
+    zero on one rank alone. ``has_begun`` tells whether a parameter was stepped before, or has a gradient held outside
+    of ``param.grad``; ``peers`` are the ranks whose optimizers have the model's other parameters.
     """
     if not all(_is_zero_rate(group.get("lr", 0.0)) for group in groups):
         return False
     params = [param for group in groups for param in group["params"]]
     if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
-        return False
+        return False  # gradients cannot be read now
     try:
         holders = [*(shard_of(param).holders for param in params), peers]
     except UnknownShardError:
         return False  # on all ranks; the step will raise it
     rank_groups = list(dict.fromkeys(ranks for ranks in holders if ranks is not None))
-    is_step = has_begun() or any(map(_has_gradient, params))
-    return not on_any_rank(rank_groups, is_step)
+    is_step = has_begun() or any(map(_has_nonzero_gradient, params))
+    return not all_reduce_any(rank_groups, is_step)
 
 
 def _is_zero_rate(lr: Any) -> bool:
     """Whether a learning rate is zero; False for a tensor on a device, as reading it would wait for the device."""
-    return bool(lr == 0) if not isinstance(lr, Tensor) or (lr.device.type == "cpu" and lr.numel() == 1) else False
+    if isinstance(lr, Tensor) and (lr.device.type != "cpu" or lr.numel() != 1):
+        return False
+    return bool(lr == 0)
 
 
-def _has_gradient(param: Tensor) -> bool:
+def _has_nonzero_gradient(param: Tensor) -> bool:
     """Whether a parameter's gradient on this rank is nonzero anywhere; True for sparse and meta gradients, unread."""
     gradient = getattr(param.grad, "_local_tensor", param.grad)
     if gradient is None:

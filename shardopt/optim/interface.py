@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt import _C
 from shardopt.codec import Moment, get_codec
-from shardopt.state.options import DEFAULTS, check_flag, check_hyper, check_number
+from shardopt.state.options import DEFAULTS, check_bool, check_hyper, check_number
 from shardopt.state.rule import Rule
 
 
@@ -57,7 +57,7 @@ class OptimizerInterface(Optimizer):
         By default, options keep their names, but ``betas`` become ``beta1``, ``beta2``, ..., None becomes 0, and
         ``weight_decay`` becomes ``coupled_decay`` or ``decoupled_decay`` if the rule has these (see :attr:`decoupled`).
         """
-        names = _C.rules[self.rule(group).name]["hyper"]
+        names = _C.rules[self.rule(group).name]["hyper"]  # of the hyper-parameters that the rule has
         hyper = {name: float(group[name] or 0.0) for name in ("weight_decay", *names) if name in group}
         hyper.update((f"beta{number}", float(beta)) for number, beta in enumerate(group.get("betas", ()), 1))
         is_decoupled = group[self.decoupled] if isinstance(self.decoupled, str) else self.decoupled
@@ -86,7 +86,7 @@ class OptimizerInterface(Optimizer):
         """
         check_hyper(group, self.beta_count)
         for flag in self.flags:
-            check_flag(group, flag)
+            check_bool(group, flag)
         for name, most in self.numbers:
             check_number(group, name, most)
         if get_codec(group["codec"]).shared and not self.rule(group).shares_codes:
@@ -103,13 +103,17 @@ class OptimizerInterface(Optimizer):
             ValueError: this optimizer cannot step one of the parameters.
         """
 
-    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Called before each step with the groups of the parameters to step, to check or update their options."""
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError before each step unless param groups agree where the rule needs it (Prodigy)."""
+
+    def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Records in param groups, before each step of them, what a scheduler has changed (NAdam's ``past_mu``)."""
 
     def reset_group(self, group: dict[str, Any]) -> None:
         """Resets values that steps keep in a param group (Prodigy's ``d``) to their initial ones; options stay."""
 
 
-def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Filters the ``locals()`` of an optimizer's constructor for its hyper-parameters."""
-    return {key: x for key, x in arguments.items() if key not in ("self", "params", "options", "__class__")}
+def hyper_parameters(constructor_locals: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters among a constructor's ``locals()``, taken in its first line: all arguments but these."""
+    others = ("self", "params", "options", "__class__")  # Python adds __class__ where super() is called
+    return {name: value for name, value in constructor_locals.items() if name not in others}

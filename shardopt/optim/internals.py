@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -25,11 +25,11 @@ from shardopt.layout import (
     shard_of,
     use_numbers,
 )
-from shardopt.optim.first_state import only_makes_state
+from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.interface import OptimizerInterface
-from shardopt.optim.untrained import Untrained
-from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.options import TABLE_FORMAT, make_plain
+from shardopt.optim.missing_gradients import MissingGradients
+from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.state.options import TABLE_FORMAT, convert_sequences
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -38,13 +38,13 @@ from shardopt.step.groups import Group
 from shardopt.step.stepper import Stepper
 
 #: Number of gradients whose versions are compared between clipping and the step. Comparing all would slow small steps.
-_WATCHED = 16
+_SAMPLED_GRADIENTS = 16
 
 _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Interface to the parameters that the backward pass steps; see ``ReleasedParameters`` in shardopt/release."""
+    """Interface to the parameters that the backward pass steps; see ``BackwardRelease`` in shardopt/release."""
 
     @property
     def overlaps_forward(self) -> bool: ...
@@ -54,7 +54,7 @@ class Released(Protocol):
     def check_step(self, closure: object, scaling: LossScaling) -> None: ...
     def next_step(self) -> None: ...
     def discard(self) -> None: ...
-    def forget(self, *, anew: bool) -> None: ...
+    def invalidate_steps(self, *, discard_gradients: bool) -> None: ...
     def end(self) -> None: ...
 
 
@@ -70,6 +70,14 @@ def wait_for_steps(params: Iterable[Tensor]) -> None:
             released.wait()
 
 
+class _ClipSample(NamedTuple):
+    """A gradient at the time when :meth:`Internals.set_clip_coefficient` was called."""
+
+    param: ref[Tensor]
+    gradient: ref[Tensor]
+    version: int
+
+
 class Internals:
     """Attributes and methods of an optimizer for other packages of shardopt, which use it as ``optimizer._internals``.
 
@@ -83,10 +91,11 @@ class Internals:
         peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
         copies: parameters replicated on several ranks, with the ranks that divide the work of their steps (Muon).
         released: the parameters that are stepped during the backward pass, if any.
-        coefficient: clip coefficient by which the next step multiplies gradients, float32, 0-d; None for 1.
+        clip_coefficient: the coefficient by which the next step multiplies gradients, float32, 0-d; None for 1.
         captured: objects that captured CUDA graphs use, kept alive for as long as the optimizer.
         pauses: number of active :meth:`paused` blocks; while it is not 0, ``step()`` does nothing.
-        may_make_state: whether the next step may only create state: at first, and after :meth:`forget_tables`.
+        may_be_dummy_step: whether the next step may only serve to create state (shardopt/optim/first_state.py): at
+            first, and after :meth:`invalidate_steps`.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -97,19 +106,19 @@ class Internals:
         self.peers: RankGroup | None = None
         self.copies: dict[Tensor, RankGroup] = {}
         self.released: Released | None = None
-        self.coefficient: Tensor | None = None
-        self._clipped: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameter, gradient, its version when clipped
-        self.may_make_state = True
+        self.clip_coefficient: Tensor | None = None
+        self._clip_samples: list[_ClipSample] = []
+        self.may_be_dummy_step = True
         self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self.is_numbered = False
         self.captured: list[object] = []
-        self.untrained = Untrained(optimizer)
+        self.missing_gradients = MissingGradients(optimizer)
         self._skipped_reported = 0
 
     @property
     def held_release(self) -> Any:
-        """The release with ``overlap_forward``, which holds gradients until ``step()``, or None (release/held.py)."""
+        """The release with ``overlap_forward``, which keeps gradients until ``step()``, or None (overlapped.py)."""
         return self.released if self.released is not None and self.released.overlaps_forward else None
 
     @property
@@ -129,56 +138,58 @@ class Internals:
     #: Entries that checkpoints add to the options of each param group.
     format: Mapping[str, Any] = MappingProxyType({})
 
-    def form(
-        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
+    def spec_of_entries(
+        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], entries: Mapping[str, Any]
     ) -> SliceSpec:
-        """Describes the state of one shard under these options; ``stored``, a checkpoint's entries, does not matter."""
+        """Describes the state of one shard, given its options; a checkpoint's ``entries`` matter to wrappers only."""
         return SliceSpec.of(shard, dtype, options, self.optimizer.rule(options).moments)
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
+    def current_state(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, Mapping[str, Any]]:
         """Returns the spec and the entries of a parameter's present state, for a checkpoint to save."""
         return self.state_of(param, group), self.optimizer.state.get(param, {})
 
-    def placed(
+    def state_from_checkpoint(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> tuple[TensorSpec, dict[str, Any]]:
         """Copies state that a checkpoint has read to the parameter's devices; returns its spec and its entries.
 
         ``states`` has a dict of entries for each slice of the parameter, empty if the slice was saved without state.
         """
-        spec, where = self.state_of(param, options), self.residency.of(param)
-        of_slices = [state or each.new(_CPU) for state, each in zip(states, spec.slices, strict=True)]
+        spec, (_, state_device, step_device) = self.state_of(param, options), self.residency.decide(param)
+        of_slices = [state or each.new_state(_CPU) for state, each in zip(states, spec.slices, strict=True)]
         return spec, spec.join(
-            [{k: x.to(where.steps if k == "step" else where.state) for k, x in state.items()} for state in of_slices]
+            [{k: x.to(step_device if k == "step" else state_device) for k, x in state.items()} for state in of_slices]
         )
 
-    def put(self, param: Tensor, placed: tuple[TensorSpec, dict[str, Any]]) -> None:
-        """Replaces a parameter's state by the result of :meth:`placed`."""
-        spec, state = placed
+    def install(self, param: Tensor, made: tuple[TensorSpec, dict[str, Any]]) -> None:
+        """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
+        spec, state = made
         self.optimizer.state[param] = state
-        self.residency.put(param, spec, state)
+        self.residency.move_state(param, spec, state)
 
-    def is_counter(self, key: str, value: Any) -> bool:
-        """Whether loading a checkpoint without this param group entry removes it, as set by steps: False for all."""
+    def is_set_by_steps(self, key: str, value: Any) -> bool:
+        """Whether steps add this param group entry, so that loading a checkpoint without it removes it. False here."""
         return False
 
-    @property
-    def stepper(self) -> Stepper:
-        """The stepper of the present parameters, cached by the first, as DeepSpeed alternates between flat buffers."""
+    def cached_stepper(self) -> Stepper:
+        """Returns the stepper of the present parameters; makes and caches one if the first parameter is another.
+
+        Several stay cached only for flat buffers, as DeepSpeed puts several in turn into the same param group.
+        """
         first = next((param for group in self.optimizer.param_groups for param in group["params"]), None)
         reference, stepper = self._steppers.get(id(first), (None, None))
-        if stepper is not None and (reference is None or reference() is first):  # not an id that is used again
+        if stepper is not None and (reference is None or reference() is first):  # else another tensor had this id
             return stepper
         stepper = Stepper(self)
         if first is not None and isinstance(assigned(first), FlatBuffer):
             self._steppers = {key: (x, y) for key, (x, y) in self._steppers.items() if x is None or x() is not None}
-        else:  # another parameter was put in the place of the first one
+        else:
             self._steppers.clear()
         self._steppers[id(first)] = None if first is None else ref(first), stepper
         return stepper
 
     def use_numbers(self, params: Sequence[Tensor]) -> None:
-        """Makes stochastic rounding use the parameters' numbers in the model that were stored with them last."""
+        """From now on, the parameters' numbers in the model, as they were given last, seed stochastic rounding."""
         use_numbers(params)
         self.is_numbered |= any(number_of(param) is not None for param in params)
 
@@ -186,39 +197,39 @@ class Internals:
         """All-reduces sums over all parameters, and computes hyper-parameters from them; see ``StepContext``."""
         optimizer = self.optimizer
         if totals is None:  # this rank has no parameters
-            count = max(optimizer.rule(group).sums for group in optimizer.param_groups)
+            count = max(optimizer.rule(group).sum_count for group in optimizer.param_groups)
             totals = torch.zeros((count, _C.sum_words), dtype=torch.int64, device="cpu")
-        if self.peers is not None:
+        if self.peers is not None:  # the model's other parameters are in their optimizers
             self.peers.all_reduce_sum(totals)
         return optimizer.hyper_from_totals([_C.sum_value(words.numpy()) for words in totals])
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
-        """Checks a param group's options and reads its rule and hyper-parameters for a step.
+        """Reads a param group's rule and hyper-parameters for a step, after it normalizes and checks the options.
 
         Raises:
             ValueError: a hyper-parameter is out of range.
         """
         optimizer = self.optimizer
         if isinstance(options, dict):
-            make_plain(options)
+            convert_sequences(options)
         optimizer.check_group(options)
         lr = options["lr"]
-        on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
-        read = options if on_device is None else {**options, "lr": 0.0}  # reading it would wait for the device
+        lr_on_device = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+        # The kernels read such a rate: the host would have to wait for the device.
+        hyper = optimizer.hyper(options if lr_on_device is None else {**options, "lr": 0.0})
         table_format = {name: options[name] for name in TABLE_FORMAT}
         sign = -1.0 if options["maximize"] else 1.0
-        return Group(
-            optimizer.rule(options), table_format, optimizer.hyper(read), on_device, sign, options["nonfinite"]
-        )
+        return Group(optimizer.rule(options), table_format, hyper, lr_on_device, sign, options["nonfinite"])
 
-    def fit_to_changes(self) -> None:
-        """Adapts to what users may have changed: normalizes option values, and fits low bits to the weights' dtype."""
+    def adapt_to_user_changes(self) -> None:
+        """Normalizes option values in param groups, and fits low bits in the state to the weights' present dtype."""
         for group in self.optimizer.param_groups:
-            make_plain(group)
+            convert_sequences(group)
             for param in group["params"]:
                 state = self.optimizer.state.get(param)
                 if state and (group["master_weight_bits"] is not None or LOW_BITS in state):
-                    fit_low_bits(self.state_of(param, group), param, state, self.residency.of(param).state)
+                    device = self.residency.decide(param).state_device
+                    reset_stale_low_bits(self.state_of(param, group), param, state, device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -229,27 +240,30 @@ class Internals:
         finally:
             self.pauses -= 1
 
-    def make_state(self, scaling: LossScaling) -> bool:
-        """Creates state without updating weights if a step is taken only for that; returns whether it was."""
+    def take_dummy_step(self, scaling: LossScaling) -> bool:
+        """Collective: if a step is only taken to create state, creates it without updating weights and returns True.
+
+        Otherwise returns False, and later steps do not ask again (:attr:`may_be_dummy_step`).
+        """
         groups, state = self.optimizer.param_groups, self.optimizer.state
 
         def has_begun() -> bool:
-            holds = self.held_release is not None and bool(self.held_release.held)
-            taken = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
-            return holds or any(map(float, taken))
+            has_held_gradients = self.held_release is not None and bool(self.held_release.host_gradients)
+            step_counts = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
+            return has_held_gradients or any(map(float, step_counts))
 
-        is_plain = self.coefficient is None and all(x is None for x in scaling)
-        if is_plain and only_makes_state(groups, has_begun, self.peers):
-            params = self.params
-            if self.released is None or any(param.grad is not None for param in params):
-                self.stepper.prepare(groups, state, scaling)  # and does not run the step
-            for param in params:
-                shard = shard_of(param)
-                if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state
-                    state.pop(param, None)
-            return True
-        self.may_make_state = False
-        return False
+        is_scaled = self.clip_coefficient is not None or any(scalar is not None for scalar in scaling)
+        if is_scaled or not agree_on_dummy_step(groups, has_begun, self.peers):
+            self.may_be_dummy_step = False
+            return False
+        params = self.params
+        if self.released is None or any(param.grad is not None for param in params):
+            self.cached_stepper().prepare(groups, state, scaling)  # creates state; the prepared step is not run
+        for param in params:
+            shard = shard_of(param)
+            if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state
+                state.pop(param, None)
+        return True
 
     def begin_release(self, released: Released) -> None:
         """Registers parameters that are stepped in the backward pass (:func:`shardopt.release_gradients`).
@@ -264,63 +278,74 @@ class Internals:
             )
         self.released = released
         releases.add(released)
-        self.untrained.skip()
+        self.missing_gradients.reset()  # the backward pass frees gradients, so that step() finds none
 
     def end_release(self) -> None:
-        """Ends the release of gradients, if there is one, so that ``step()`` steps all parameters again."""
+        """Ends the release of gradients, if there is one, and waits for its steps: ``step()`` then steps all again."""
         released, self.released = self.released, None
         if released is not None:
             releases.discard(released)
             released.end()
 
-    def share(self, copies: Mapping[Tensor, RankGroup]) -> None:
-        """Divides work on replicated parameters among ranks from now on; not if each rank's optimizer has only some."""
+    def set_copies(self, copies: Mapping[Tensor, RankGroup]) -> None:
+        """Lets ranks divide the steps of these replicated parameters, as far as this optimizer has the parameters."""
         params = set(self.params)
         self.copies.clear()
-        if not self.model_indices:
-            self.copies.update((param, of_param) for param, of_param in copies.items() if param in params)
+        if not self.model_indices:  # else the other ranks' optimizers have other parameters, and could not take part
+            self.copies.update((param, ranks) for param, ranks in copies.items() if param in params)
 
-    def forget_tables(self, *, anew: bool = False) -> None:
-        """Invalidates cached steps, so that the next step looks up shards and state again.
+    def invalidate_steps(self, *, discard_gradients: bool = False) -> None:
+        """Invalidates cached steps, so that the next step looks up shards and state again, and may be a dummy step.
 
-        ``anew`` also discards gradients that a release holds, as after a load they are not for the present state.
+        ``discard_gradients`` also discards those that a release holds: after a load they are of other weights.
         """
-        self.may_make_state = True
+        self.may_be_dummy_step = True
         for _, stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
-            self.released.forget(anew=anew)
+            self.released.invalidate_steps(discard_gradients=discard_gradients)
 
-    def clip(self, coefficient: Tensor) -> None:
-        """Sets the coefficient by which the next step multiplies gradients, and notes versions of some gradients."""
-        self.coefficient = coefficient
+    def set_clip_coefficient(self, coefficient: Tensor) -> None:
+        """Sets the coefficient by which the next step multiplies gradients, and records some gradients' versions."""
+        self.clip_coefficient = coefficient
         params = self.params
-        stride = -(-len(params) // _WATCHED)
-        spread = (param for first in range(stride) for param in params[first::stride])
-        found = ((param, x) for param in spread if (x := param.grad) is not None and not x.is_inference())
-        self._clipped = [(ref(param), ref(x), x._version) for param, x in islice(found, _WATCHED)]
+        stride = -(-len(params) // _SAMPLED_GRADIENTS)
+        evenly_spread = (param for first in range(stride) for param in params[first::stride])
+        sampled = (
+            _ClipSample(ref(param), ref(gradient), gradient._version)
+            for param in evenly_spread
+            if (gradient := param.grad) is not None and not gradient.is_inference()  # which has no version
+        )
+        self._clip_samples = list(islice(sampled, _SAMPLED_GRADIENTS))
 
-    def clipped(self, scaling: LossScaling) -> LossScaling:
-        """Adds :attr:`coefficient` to a step's scaling, or warns if gradients were changed since :meth:`clip`.
+    def with_clip_coefficient(self, scaling: LossScaling) -> LossScaling:
+        """Returns a step's scaling with :attr:`clip_coefficient`, unless the clipped gradients are no longer there.
+
+        The coefficient is left out if a sampled gradient was changed in place or replaced, or all of them are gone. A
+        warning tells so unless none of them is left, as after ``model.zero_grad()``.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
         """
-        if self.coefficient is None:
+        if self.clip_coefficient is None:
             return scaling
         if scaling.grad_scale is not None:
             raise RuntimeError(
                 "got clip_grad_norm_(optimizer=...) of gradients that torch.amp.GradScaler has not unscaled, expected "
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
-        versions = [  # of the gradients still there: None if replaced, else the version when clipped; version now
-            (version if param.grad is gradient() else None, param.grad._version)
-            for reference, gradient, version in self._clipped
-            if (param := reference()) is not None and param.grad is not None
-        ]
-        if all(before == now for before, now in versions) and (versions or not self._clipped):
-            return scaling._replace(coefficient=self.coefficient)
-        if any(before is not None for before, _ in versions):
+        with_gradient = same = unchanged = 0
+        for sample in self._clip_samples:
+            param = sample.param()
+            if param is None or param.grad is None:
+                continue
+            with_gradient += 1
+            if param.grad is sample.gradient():
+                same += 1
+                unchanged += param.grad._version == sample.version
+        if unchanged == with_gradient and (with_gradient or not self._clip_samples):
+            return scaling._replace(coefficient=self.clip_coefficient)
+        if same:
             warn_user(
                 "gradients were changed or replaced between clip_grad_norm_(optimizer=...) and step(), which therefore "
                 "clips none of them; clip right before step()",
@@ -330,10 +355,10 @@ class Internals:
 
     def warn_of_skipped(self) -> None:
         """Warns the user if gradient elements were skipped since the last warning."""
-        known = self.skipped.count(wait=False)
-        new = known - self._skipped_reported
+        total = self.skipped.count(wait=False)  # elements that kernels in flight skip are reported by a later step
+        new = total - self._skipped_reported
         if new > 0:
-            self._skipped_reported = known
+            self._skipped_reported = total
             warn_user(
                 f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
                 "(nonfinite='raise' names the parameter)",

@@ -20,8 +20,8 @@ from shardopt.layout import (
     RankGroup,
     UnknownShardError,
     all_or_none,
+    all_reduce_any,
     assigned,
-    on_any_rank,
     shard_of,
 )
 from shardopt.layout.names import bare_name
@@ -29,25 +29,25 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
 from shardopt.removed import OPTIONS
 from shardopt.state.encoding import encode_loaded
-from shardopt.state.names import listed_name
-from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, make_plain
+from shardopt.state.names import param_name
+from shardopt.state.options import PLACEMENT, STATE_FORMAT, check_options, convert_sequences
 from shardopt.state.packed import unpack_loaded
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 
-#: Key in a state dict's param groups for the ranges of flat shards that it has state of; see :func:`held_elements`.
-HELD = "held_elements"
+#: Key in a state dict's param groups for the ranges of flat shards that it has state of; see :func:`flat_ranges`.
+HELD_ELEMENTS = "held_elements"
 
-#: Key in a state dict's param groups for the names of moments in packed state; see :func:`moments_of`.
+#: Key in a state dict's param groups for the names of moments in packed state; see :func:`packed_moments`.
 PACKED_MOMENTS = "packed_moments"
 
 #: Keys in a state dict's param groups that loading does not copy to the optimizer's param groups.
-_KEPT = frozenset([HELD, PACKED_MOMENTS, *PLACEMENT, *OPTIONS])
+_NOT_MERGED = frozenset([HELD_ELEMENTS, PACKED_MOMENTS, *PLACEMENT, *OPTIONS])
 
 
 @dataclass
-class Adopted:
-    """Wraps loaded state to hide its tensors from ``Optimizer.load_state_dict``, which would cast their dtype."""
+class WrappedState:
+    """Hides loaded tensors from ``Optimizer.load_state_dict``, which would cast them to the parameter's dtype."""
 
     state: StateDict
 
@@ -62,8 +62,16 @@ class _LoadedParameter(NamedTuple):
     entries: Mapping[str, Any] | None  # its state in the state dict, if that has one
 
 
-def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
-    """The rank groups that share flat or column shards of the parameters, and thus must all load, or all raise.
+class _Matched(NamedTuple):
+    """A state dict beside the optimizer that loads it."""
+
+    groups: list[dict[str, Any]]  # param groups with the loaded options
+    parameters: list[_LoadedParameter]
+    is_of_this_rank: bool  # whether flat shards had the same ranges when they were saved
+
+
+def loading_ranks(params: Iterable[Tensor]) -> list[RankGroup]:
+    """The groups of ranks with flat or column shards of the same parameter: all of a group must load, or all raise.
 
     Raises:
         UnknownShardError: nothing says what shard a parameter is.
@@ -72,8 +80,8 @@ def loading_groups(params: Iterable[Tensor]) -> list[RankGroup]:
     return list(dict.fromkeys(group for group in holders if group is not None))
 
 
-def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
-    """Converts a state dict to the optimizer's options, codec and devices, without changing the optimizer.
+def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict:
+    """Collective: converts a state dict to the optimizer's options, codec and devices; does not change the optimizer.
 
     Ranks that share parameters in flat shards, or in column shards, must all call this.
 
@@ -82,96 +90,96 @@ def adopt(internals: Internals, state_dict: StateDict) -> StateDict:
     """
     optimizer = internals.optimizer
     try:
-        rank_groups = loading_groups(param for group in optimizer.param_groups for param in group["params"])
+        rank_groups = loading_ranks(param for group in optimizer.param_groups for param in group["params"])
     except UnknownShardError:
         saved, states = checked_containers(state_dict)
         if states:
             raise
-        groups = merged_groups(optimizer, optimizer.param_groups, by_name(saved, optimizer.param_groups))
-        return {**state_dict, "param_groups": groups}  # frameworks load the state of an optimizer that has none yet
-    groups, loaded, is_held = all_or_none(rank_groups, lambda: _read(internals, state_dict))
-    if on_any_rank(rank_groups, not is_held):  # all must know: the others would wait for one that gives up
+        groups = merged_groups(optimizer, optimizer.param_groups, reorder_groups(saved, optimizer.param_groups))
+        return {**state_dict, "param_groups": groups}  # frameworks load what an optimizer saved before its first step
+    groups, loaded, is_of_this_rank = all_or_none(rank_groups, lambda: _match(internals, state_dict))
+    if all_reduce_any(rank_groups, not is_of_this_rank):  # else the others would wait for the ranks that raise
+        whose = "another" if is_of_this_rank else "this"
         raise ValueError(
-            f"got the state of other elements than {'another' if is_held else 'this'} rank's, expected what it itself "
-            "saved, on as many ranks; save on each rank, or use shardopt.checkpoint, which loads on any"
+            f"got the state of other elements than {whose} rank's, expected what it itself saved, on as many ranks; "
+            "save on each rank, or use shardopt.checkpoint, which loads on any"
         )
     specs, names = [item.spec for item in loaded], [item.name for item in loaded]
     entries = unpack_loaded(specs, [item.entries for item in loaded], names, rank_groups)
     # State of torch, or dequantized state: neither has low bits.
-    of_torch = all("master_weight_bits" not in group for group in state_dict["param_groups"])
+    may_lack_low_bits = all("master_weight_bits" not in group for group in state_dict["param_groups"])
 
-    def check() -> None:
+    def check_entries() -> None:
         for spec, of_param, name in zip(specs, entries, names, strict=True):
             if of_param:
-                with reading(name):
-                    spec.check_loaded(of_param, name, of_torch=of_torch)
+                with as_value_error(name):
+                    spec.check_loaded(of_param, name, may_lack_low_bits=may_lack_low_bits)
 
-    def copied() -> dict[Any, Any]:
+    def convert_entries() -> dict[Any, Any]:
         state: dict[Any, Any] = {}
         for (param, index, name, spec, _), of_param in zip(loaded, encoded, strict=True):
             if of_param:
-                adopted = spec.adopt(of_param, internals.residency.of(param).state, name)
-                spec.check_local(adopted, name)
-                state[index] = Adopted(adopted)
+                adopted = spec.state_from_loaded(of_param, internals.residency.decide(param).state_device, name)
+                spec.check_values(adopted, name)
+                state[index] = WrappedState(adopted)
             elif of_param is not None:
                 state[index] = {}
         return state
 
-    all_or_none(rank_groups, check)
+    all_or_none(rank_groups, check_entries)
     encoded = encode_loaded(specs, entries, names, rank_groups)
-    return {**state_dict, "state": all_or_none(rank_groups, copied), "param_groups": groups}
+    return {**state_dict, "state": all_or_none(rank_groups, convert_entries), "param_groups": groups}
 
 
-def _read(internals: Internals, state_dict: StateDict) -> tuple[list[dict[str, Any]], list[_LoadedParameter], bool]:
-    """Matches a state dict to the optimizer's parameters, and makes the checks that need no other rank.
-
-    Returns:
-        The merged param groups, the parameters, and whether the state dict has the elements that this rank holds.
-    """
+def _match(internals: Internals, state_dict: StateDict) -> _Matched:
+    """Matches a state dict to the optimizer's parameters, and makes the checks that need no other rank."""
     saved, states = checked_containers(state_dict)
-    optimizer, is_held = internals.optimizer, True
-    saved = by_name(saved, optimizer.param_groups)
+    optimizer, is_of_this_rank = internals.optimizer, True
+    saved = reorder_groups(saved, optimizer.param_groups)
     groups = merged_groups(optimizer, optimizer.param_groups, saved)
     loaded: list[_LoadedParameter] = []
     for number, (saved_group, group, options) in enumerate(zip(saved, optimizer.param_groups, groups, strict=True)):
         specs = [internals.state_of(param, options) for param in group["params"]]  # by the loaded options
         for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-            spec, name = specs[position], listed_name(group, number, position)
+            spec, name = specs[position], param_name(group, number, position)
             entries = checked_entries(states.get(index), name)
-            off = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
-            if entries and off:  # moments that the optimizer would keep with other hyper-parameters
-                left_out = tensor_spec_of(param, options, off).entries.keys() - spec.entries.keys()
-                left_out |= {moment.name for moment in off}
+            unneeded = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
+            if entries and unneeded:  # saved with other hyper-parameters
+                left_out = tensor_spec_of(param, options, unneeded).entries.keys() - spec.entries.keys()
+                left_out |= {moment.name for moment in unneeded}
                 entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
-        with reading(f"param group {number}"):
-            expected = moments_of(specs)
+        with as_value_error(f"param group {number}"):
+            expected = packed_moments(specs)
             got = saved_group.get(PACKED_MOMENTS, expected)
             if got != expected:  # the bytes of packed state would be taken for those of other moments
                 raise ValueError(
                     f"param group {number}: got packed state of the moments {got!r:.80}, expected {expected}; load the "
                     "state into an optimizer of the class that saved it"
                 )
-            held = held_elements(group["params"])
-            is_held &= held is None or saved_group.get(HELD) in (None, held)
-    return groups, loaded, is_held
+            ranges = flat_ranges(group["params"])
+            is_of_this_rank &= ranges is None or saved_group.get(HELD_ELEMENTS) in (None, ranges)
+    return _Matched(groups, loaded, is_of_this_rank)
 
 
-def moments_of(specs: Iterable[TensorSpec]) -> list[str]:
+def packed_moments(specs: Iterable[TensorSpec]) -> list[str]:
     """The sorted names of the moments of some tensors, saved beside packed state, whose bytes do not name them."""
-    specs = list(specs)
-    of_rows = {ROW_MOMENTS for spec in specs if ROW_MOMENTS in spec.entries}
-    return sorted({moment.name for spec in specs for moment in spec.moments} | of_rows)
+    names: set[str] = set()
+    for spec in specs:
+        names.update(moment.name for moment in spec.moments)
+        if ROW_MOMENTS in spec.entries:
+            names.add(ROW_MOMENTS)
+    return sorted(names)
 
 
-def held_elements(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
+def flat_ranges(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
     """Per parameter, the ranges ``[start, end]`` of this rank's flat shards (FSDP1, DeepSpeed); None without any."""
-    held = []
+    ranges = []
     for param in params:
         shard = assigned(param)
         shards = [segment.shard for segment in shard.segments] if isinstance(shard, FlatBuffer) else [shard]
-        held.append([[flat.start, flat.end] for flat in shards if isinstance(flat, FlatShard)])
-    return held if any(held) else None
+        ranges.append([[flat.start, flat.end] for flat in shards if isinstance(flat, FlatShard)])
+    return ranges if any(ranges) else None
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
@@ -188,16 +196,11 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
             "expected a dict and a list; load what state_dict() gives"
         )
     for number, group in enumerate(groups):
-        if not isinstance(group, Mapping):
-            raise ValueError(
-                f"param group {number}: got {type(group).__name__}, expected a dict of options; load what state_dict() "
-                "gives"
-            )
-        params = group.get("params")
+        params = group.get("params") if isinstance(group, Mapping) else None
         if not _is_list(params) or not all(isinstance(index, int | str) for index in params):
             raise ValueError(
-                f"param group {number}: got params as {params!r:.80}, expected the parameters' numbers; load what "
-                "state_dict() gives"
+                f"param group {number}: got a {type(group).__name__} with params {params!r:.80}, expected a dict with "
+                "the parameters' numbers; load what state_dict() gives"
             )
     return groups, states
 
@@ -215,7 +218,7 @@ def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
     )
 
 
-def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def reorder_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Reorders the parameters in a state dict's param groups as the optimizer has them, and drops ``param_names``.
 
     Parameters are matched by name if both the state dict and the optimizer have names, otherwise by position.
@@ -231,37 +234,39 @@ def by_name(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, A
         )
     groups: list[Mapping[str, Any]] = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
-        ids, ours = saved_group["params"], _names_of(group, group.get("param_names"))
+        indices, names = saved_group["params"], _names_of(group, group.get("param_names"))
         # torch's get_optimizer_state_dict has names in place of numbers; set_optimizer_state_dict reorders these alone.
-        is_named = all(isinstance(index, str) for index in ids)
-        theirs = _names_of(saved_group, ids if is_named else saved_group.get("param_names"))
-        order = list(range(len(ids)))
-        if ours is not None and theirs is not None and ours != theirs:
-            if sorted(ours) == sorted(theirs) and len(set(ours)) == len(ours):
-                place = {name: at for at, name in enumerate(theirs)}
-                order = [place[name] for name in ours]
+        is_named = all(isinstance(index, str) for index in indices)
+        saved_names = _names_of(saved_group, indices if is_named else saved_group.get("param_names"))
+        order = list(range(len(indices)))
+        if names is not None and saved_names is not None and names != saved_names:
+            if sorted(names) == sorted(saved_names) and len(set(names)) == len(names):
+                position_of = {name: position for position, name in enumerate(saved_names)}
+                order = [position_of[name] for name in names]
             elif not is_named:
-                others, missing = (", ".join(sorted(set(a) - set(b))[:4]) for a, b in ((theirs, ours), (ours, theirs)))
+                others = ", ".join(sorted(set(saved_names) - set(names))[:4])
+                missing = ", ".join(sorted(set(names) - set(saved_names))[:4])
                 raise ValueError(
-                    f"param group {number}: got state of {others or 'other names'}, expected {missing or ours}; make "
+                    f"param group {number}: got state of {others or 'other names'}, expected {missing or names}; make "
                     "the optimizer with the parameters that were saved, or take param_names out of the state dict's "
                     "param groups to load by position"
                 )
-        with reading(f"param group {number}"):
-            moved = {key: [saved_group[key][at] for at in order] for key in ("params", HELD) if saved_group.get(key)}
-        groups.append({**{key: x for key, x in saved_group.items() if key != "param_names"}, **moved})
+        with as_value_error(f"param group {number}"):
+            per_parameter = [key for key in ("params", HELD_ELEMENTS) if saved_group.get(key)]
+            reordered = {key: [saved_group[key][position] for position in order] for key in per_parameter}
+        groups.append({**{key: x for key, x in saved_group.items() if key != "param_names"}, **reordered})
     return groups
 
 
 def _names_of(group: Mapping[str, Any], names: Any) -> list[str] | None:
-    """Parameter names without prefixes of wrappers such as DDP; None unless ``names`` has a string per parameter."""
+    """``names`` without prefixes of wrappers such as DDP; None unless there is a string per parameter of the group."""
     if not _is_list(names) or len(names) != len(group["params"]) or not all(isinstance(name, str) for name in names):
         return None
     return [bare_name(name) for name in names]
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def as_value_error(what: str) -> Iterator[None]:
     """Turns errors inside the block, except lack of memory, into a ValueError that names the part being read."""
     try:
         yield
@@ -277,7 +282,7 @@ def reading(what: str) -> Iterator[None]:
 def merged_groups(
     optimizer: OptimizerInterface, present: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Merges options: those in the state dict's param groups (from :func:`by_name`) override the present ones.
+    """Merges options: those of the state dict's param groups (from :func:`reorder_groups`) override the present ones.
 
     ``present`` may also be the param groups of an optimizer that wraps ``optimizer``.
 
@@ -287,12 +292,12 @@ def merged_groups(
     groups = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         what = f"param group {number}"
-        with reading(what):
+        with as_value_error(what):
             try:
                 _check_format(group, saved_group)
                 rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                merged = {**rest, **{key: value for key, value in saved_group.items() if key not in _KEPT}}
-                make_plain(merged)
+                merged = {**rest, **{key: value for key, value in saved_group.items() if key not in _NOT_MERGED}}
+                convert_sequences(merged)
                 check_options(merged)
                 optimizer.check_group(merged)
             except ValueError as error:
@@ -302,13 +307,14 @@ def merged_groups(
 
 
 def _check_format(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if codes of the saved param group would be decoded in another way than they were encoded."""
     for option in STATE_FORMAT:
         if saved.get(option, group[option]) != group[option]:
             raise ValueError(
                 f"got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the optimizer with "
                 f"{option}={saved[option]!r}, or go through state_dict(dequantize=True)"
             )
-    if saved.get(HELD) and saved.get("exact_cut_blocks") is False:
+    if saved.get(HELD_ELEMENTS) and saved.get("exact_cut_blocks") is False:
         raise ValueError(
             "got state of flat shards saved with exact_cut_blocks=False by an earlier version, expected one scale per "
             "block; save a portable checkpoint with that version, and load that"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardopt.codec import Moment
-from shardopt.optim.adam import CAUTIOUS, cautious_rules, flags_of
+from shardopt.optim.adam import CAUTIOUS, cautious_key, cautious_rules
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.state.options import LARGEST, Options, Unpack
@@ -134,7 +134,7 @@ class Lion(ShardedOptimizer):
         super().__init__(params, hyper_parameters(locals()), options)
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
-        return _LION[flags_of(group)]
+        return _LION[cautious_key(group)]
 
 
 class Lion8bit(Lion, codec="log8"):

@@ -16,8 +16,8 @@ from shardopt.layout import FlatBuffer, UnknownShardError, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.optim.interface import hyper_parameters
 from shardopt.optim.param_groups import ParamGroups
-from shardopt.state.names import listed_name
-from shardopt.state.options import Options, Unpack, is_whole
+from shardopt.state.names import param_name
+from shardopt.state.options import Options, Unpack, is_int
 from shardopt.state.rule import Orthogonalized, Rule, Split
 from shardopt.step.muon.matrices import matrix_shapes
 
@@ -32,7 +32,7 @@ _RULES = {
 
 
 #: Factors of the learning rate of a matrix, by its rows and columns.
-_SCALES: Mapping[str, Callable[[int, int], float]] = {
+_FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral_norm": lambda rows, cols: math.sqrt(rows / max(cols, 1)),
@@ -117,7 +117,7 @@ class Muon(ShardedOptimizer):
             defaults["normalize"] = self.default_normalize
         super().__init__(params, defaults, options)
         if isinstance(params, ParamGroups):
-            self._internals.share(params.copies)
+            self._internals.set_copies(params.copies)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, in which ``use_muon`` may be True for ``algorithm="muon"`` or False for "adamw".
@@ -133,8 +133,8 @@ class Muon(ShardedOptimizer):
     def rule(self, group: Mapping[str, Any]) -> Rule:
         if group["algorithm"] != "muon":
             return _RULES[group["algorithm"]]
-        return _muon(
-            _triples(group["ns_coefficients"], group["ns_steps"]),
+        return _muon_rule(
+            _coefficients_per_step(group["ns_coefficients"], group["ns_steps"]),
             group["eps"],
             group["adjust_lr_fn"] or "original",
             group["split"] if group["split"] in (None, "each") else tuple(group["split"]),
@@ -154,16 +154,19 @@ class Muon(ShardedOptimizer):
                 f"codec: got {group['codec']!r} for a group of Muon, which does not repay what it loses, expected "
                 "another codec; step these parameters with AdamW4bit"
             )
-        if group["adjust_lr_fn"] not in (None, *_SCALES):
+        if group["adjust_lr_fn"] not in (None, *_FACTORS):
             raise ValueError(
-                f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _SCALES))}"
+                f"adjust_lr_fn: got {group['adjust_lr_fn']!r}, expected None or one of {', '.join(map(repr, _FACTORS))}"
             )
-        if not is_whole(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
+        if not is_int(group["ns_steps"]) or not 1 <= group["ns_steps"] < 100:
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
-        _triples(group["ns_coefficients"], 1)
-        _check_split(group["split"])
+        _coefficients_per_step(group["ns_coefficients"], 1)
+        split = group["split"]
+        is_rows = isinstance(split, (tuple, list)) and len(split) > 0 and all(is_int(n) and n > 0 for n in split)
+        if not (split is None or split == "each" or is_rows):
+            raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
         if group["offload"] == "step":
             raise ValueError(
                 "offload: got 'step' for Muon, which multiplies matrices where the parameters are, expected None or "
@@ -174,7 +177,7 @@ class Muon(ShardedOptimizer):
         group = self.param_groups[index]
         if group["algorithm"] == "muon":
             for position, param in enumerate(group["params"]):
-                for name, shape in _global_shapes(listed_name(group, index, position), param):
+                for name, shape in _global_shapes(param_name(group, index, position), param):
                     matrix_shapes(name, shape, group["split"])
 
 
@@ -197,24 +200,25 @@ class NorMuon8bit(NorMuon, codec="log8"):
 
 
 @lru_cache(maxsize=1024)
-def _muon(
+def _muon_rule(
     coefficients: tuple[Coefficients, ...], eps: float, adjust_lr_fn: str, split: Split, row_decay: float | None
 ) -> Rule:
+    """Muon's rule for one set of hyper-parameters; cached, as every step asks for it and compares it with the last."""
     newton_schulz = NewtonSchulz(coefficients, eps)
-    orthogonalized = Orthogonalized(newton_schulz, split, _SCALES[adjust_lr_fn], "muon_apply", row_decay)
+    orthogonalized = Orthogonalized(newton_schulz, split, _FACTORS[adjust_lr_fn], "muon_apply", row_decay)
     return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
 
 
-def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
+def _coefficients_per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     """Expands the option ``ns_coefficients`` to three coefficients for each step of the Newton-Schulz iteration.
 
     Raises:
         ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
     """
-    given = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
+    numbers = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
     try:
-        several: Any = given if isinstance(given[0], Sequence) else [given]
-        triples = [(float(a), float(b), float(c)) for a, b, c in several]
+        rows: Any = numbers if isinstance(numbers[0], Sequence) else [numbers]
+        triples = [(float(a), float(b), float(c)) for a, b, c in rows]
     except (TypeError, ValueError, IndexError, KeyError):
         raise ValueError(
             f"ns_coefficients: got {coefficients!r}, expected three numbers, several threes, or 'polar_express'"
@@ -224,15 +228,8 @@ def _triples(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
 
 
-def _check_split(split: Any) -> None:
-    if split is None or split == "each":
-        return
-    if not isinstance(split, (tuple, list)) or not split or not all(is_whole(rows) and rows > 0 for rows in split):
-        raise ValueError(f"split: got {split!r}, expected None, 'each', or the rows of each matrix")
-
-
 def _global_shapes(name: str, param: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and global shapes of the parameters in an optimizer tensor, none if its sharding is not known yet."""
+    """Names and global shapes of the parameters in an optimizer tensor; nothing if its sharding is not known yet."""
     if hasattr(param, "ds_shape"):  # ZeRO 3 has partitioned it
         yield name, tuple(param.ds_shape)
         return

@@ -14,7 +14,7 @@ from shardopt.optim.param_groups import GroupedParameter, ParamGroups, param_gro
 from shardopt.state.rule import Split
 
 #: Names that input and output embeddings usually have.
-_USUAL = ("*embed*", "*lm_head*", "head.weight", "*.head.weight", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*")
+_EMBEDDING_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight", "wte.*", "*.wte.*", "wpe.*", "*.wpe.*")
 
 
 def muon_groups(
@@ -65,31 +65,31 @@ def muon_groups(
         raise ValueError(f'exclude: got {exclude!r}, expected several patterns; write ("*.qkv.*",) for one')
     exclude, split, overrides = tuple(exclude), split or {}, overrides or {}
     parameters = param_groups(model).parameters
-    usual = [*_USUAL, *(escape(name) for name in _embeddings(model))]
-    of_rest: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
+    embeddings = [*_EMBEDDING_PATTERNS, *(escape(name) for name in _embedding_weights(model))]
+    rest_options: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
     if other == "lion":
-        of_rest["betas"] = (0.9, 0.99)
+        rest_options["betas"] = (0.9, 0.99)
     options: dict[str, dict[str, Any]] = {}
     for pattern in (*exclude, *split):
         if not any(_matches(parameter, [pattern]) for parameter in parameters):
             param_groups(model, {pattern: {}})  # raises, and suggests names
     for parameter in parameters:
-        is_matrix = len(parameter.shape) > 1 and not _matches(parameter, [*usual, *exclude])
-        for pattern, of_pattern in overrides.items():
-            if "algorithm" in of_pattern and _matches(parameter, [pattern]):
-                is_matrix = of_pattern["algorithm"] == "muon"
-        chosen: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_matrix else dict(of_rest)
+        is_for_muon = len(parameter.shape) > 1 and not _matches(parameter, [*embeddings, *exclude])
+        for pattern, pattern_options in overrides.items():
+            if "algorithm" in pattern_options and _matches(parameter, [pattern]):
+                is_for_muon = pattern_options["algorithm"] == "muon"
+        chosen: dict[str, Any] = {"algorithm": "muon", "lr": lr} if is_for_muon else dict(rest_options)
         for pattern, value in split.items():
             if _matches(parameter, [pattern]):
-                if not is_matrix:
+                if not is_for_muon:
                     raise ValueError(
                         f"split[{pattern!r}]: got a pattern that matches {parameter.names[0]} of shape "
                         f"{parameter.shape}, expected matrices for Muon only; correct the pattern"
                     )
                 chosen["split"] = value
         options[escape(parameter.names[0])] = chosen
-    for pattern, of_pattern in overrides.items():
-        options[pattern] = {**options.pop(pattern, {}), **of_pattern}
+    for pattern, pattern_options in overrides.items():  # last, as the last pattern that matches wins
+        options[pattern] = {**options.pop(pattern, {}), **pattern_options}
     return param_groups(model, options, no_decay)
 
 
@@ -97,12 +97,17 @@ def _matches(parameter: GroupedParameter, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in parameter.names)
 
 
-def _embeddings(model: Module) -> list[str]:
-    """Names of embedding weights, and of the last linear layer's weight if its outputs fit the first embedding."""
+def _embedding_weights(model: Module) -> list[str]:
+    """Names of embedding weights, and of the output head's: the last linear layer, with an output per embedding."""
     modules = list(canonical_modules(model, all_names=True))
-    embeddings = [(prefix, module) for prefix, module in modules if isinstance(module, Embedding | EmbeddingBag)]
-    linear = [(prefix, module) for prefix, module in modules if isinstance(module, Linear)]
-    names = [f"{prefix}weight" for prefix, _ in embeddings]
-    if embeddings and linear and linear[-1][1].out_features == embeddings[0][1].num_embeddings:
-        names.append(f"{linear[-1][0]}weight")
+    embeddings = {
+        f"{prefix}weight": module for prefix, module in modules if isinstance(module, Embedding | EmbeddingBag)
+    }
+    linear = {f"{prefix}weight": module for prefix, module in modules if isinstance(module, Linear)}
+    names = list(embeddings)
+    if embeddings and linear:
+        last_name, last_linear = list(linear.items())[-1]
+        first_embedding = next(iter(embeddings.values()))
+        if last_linear.out_features == first_embedding.num_embeddings:
+            names.append(last_name)
     return names

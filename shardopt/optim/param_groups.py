@@ -23,7 +23,7 @@ from shardopt.layout import (
     read_model,
 )
 from shardopt.layout.names import all_parameter_names
-from shardopt.state.options import DEFAULTS, make_plain
+from shardopt.state.options import DEFAULTS, convert_sequences
 
 if TYPE_CHECKING:
     from shardopt.unit.u_mup import KindPatterns, UMup
@@ -73,8 +73,8 @@ class ParamGroups(list[dict[str, Any]]):
         cells = [["parameter", "shape", "group", "options"]]
         for names, shape, group, options, notes in self.parameters:
             shown = [*(f"{key}={value!r}" for key, value in options.items()), *notes]
-            of_shape = " x ".join(map(str, shape)) or "scalar"
-            cells.append([" = ".join(names), of_shape, str(group), ", ".join(shown)])
+            sizes = " x ".join(map(str, shape)) or "scalar"
+            cells.append([" = ".join(names), sizes, str(group), ", ".join(shown)])
         widths = [max(len(line[column]) for line in cells) for column in range(3)]
         return "\n".join(
             f"{name:{widths[0]}}  {shape:>{widths[1]}}  {group:>{widths[2]}}  {options}".rstrip()
@@ -105,7 +105,7 @@ def param_groups(
     Call this for the whole model, before or after wrapping and sharding: patterns are matched against the names in the
     bare model, without the prefixes of DistributedDataParallel, FSDP, torch.compile and activation checkpointing. FSDP
     replaces parameters, so make the groups after it; DeepSpeed takes groups that were made before
-    ``deepspeed.initialize``.
+    ``deepspeed.initialize``. Like ``attach(model)``, the call records shards and numbers of the parameters.
 
     Patterns are those of :mod:`fnmatch`: ``*`` stands for any characters, dots too. Upper and lower case differ. Of
     several patterns that give a parameter the same option, the last one in ``overrides`` wins, and any of them wins
@@ -149,10 +149,10 @@ def param_groups(
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
     _check_options(overrides)
-    plain = {pattern: dict(options) for pattern, options in overrides.items()}
-    for options in plain.values():
-        make_plain(options)
-    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain.items()]
+    plain_overrides = {pattern: dict(options) for pattern, options in overrides.items()}
+    for options in plain_overrides.values():
+        convert_sequences(options)
+    patterns: _Patterns = [*((pattern, {"weight_decay": 0.0}) for pattern in no_decay), *plain_overrides.items()]
     rates = None
     if rule == "u-mup":
         from shardopt.unit.u_mup import UMup  # here, as shardopt.unit is imported where it is used
@@ -169,28 +169,28 @@ def param_groups(
                 )
     read_model(model)
     number_parameters(model)
-    named = all_parameter_names(model)
-    lazy = [names[0] for param, names in named.items() if is_lazy(param)]
+    names_of = all_parameter_names(model)
+    lazy = [names[0] for param, names in names_of.items() if is_lazy(param)]  # without a shape yet
     if lazy:
         raise ValueError(
             f"got {lazy[0]} of a lazy module, which has no shape yet, expected initialized parameters; take a forward "
             "pass first"
         )
-    tensors = {param: _parts(param, names) for param, names in named.items()}
-    all_names = [name for parts in tensors.values() for part in parts for name in part.names]
+    parts_of = {param: _parts(param, names) for param, names in names_of.items()}
+    all_names = [name for parts in parts_of.values() for part in parts for name in part.names]
     _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
-    known: list[_Options] = []
+    keys: list[_Options] = []  # the options of each group, comparable
     parameters = []
-    for param, parts in tensors.items():
+    for param, parts in parts_of.items():
         options = _options(parts, patterns, rates)
         key = _comparable(options)
-        if key not in known:
+        if key not in keys:
             groups.append({"params": [], "param_names": [], **options})
-            known.append(key)
-        index = known.index(key)
+            keys.append(key)
+        index = keys.index(key)
         groups[index]["params"].append(param)
-        groups[index]["param_names"].append(named[param][0])
+        groups[index]["param_names"].append(names_of[param][0])
         for part in parts:
             notes = [] if param.requires_grad else ["frozen"]
             notes += ["float32 state (StableEmbedding)"] if part.float32_state else []
@@ -199,6 +199,7 @@ def param_groups(
 
 
 def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
+    """The parameters in a tensor of the wrapped model, ``names`` if it is an ordinary one, with global shapes."""
     shard = assigned(param)
     if isinstance(shard, FlatBuffer):
         return [
@@ -219,10 +220,11 @@ def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) ->
     found: list[_Options] = []
     for part in parts:
         options: _Options = {} if rates is None else {"lr": rates.lr(part.names, part.shape)}
-        for pattern, of_pattern in patterns:  # later ones win
+        for pattern, pattern_options in patterns:  # later ones win
             if any(fnmatchcase(name, pattern) for name in part.names):
-                options.update(of_pattern)
+                options.update(pattern_options)
         if rates and "weight_decay" not in options:
+            # Decoupled decay multiplies by lr, so that a step at the peak subtracts rates.weight_decay.
             options["weight_decay"] = rates.weight_decay / float(options["lr"]) if options["lr"] else 0.0
         found.append(dict(sorted(options.items())))
         if _comparable(found[0]) != _comparable(found[-1]):
@@ -234,7 +236,7 @@ def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) ->
     return found[0]
 
 
-def _shown(options: _Options) -> str:
+def _shown(options: _Options) -> str:  # in errors
     return ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
 
 
@@ -267,6 +269,7 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises ValueError for a pattern that matches none of the names, and suggests similar ones."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             # Names that are alike as wholes or in one of their dotted parts.

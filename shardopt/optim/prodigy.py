@@ -14,11 +14,12 @@ from torch.optim.optimizer import ParamsT
 from shardopt import _C
 from shardopt.codec import Moment
 from shardopt.optim.base import ShardedOptimizer
-from shardopt.state.options import CORRECT, LARGEST, Options, Unpack, check_number, is_whole, make_plain
+from shardopt.optim.interface import hyper_parameters
+from shardopt.state.options import LARGEST, REMEDY, Options, Unpack, check_number, convert_sequences, is_int
 from shardopt.state.rule import Rule
 
-#: Options of the estimate, which all param groups share.
-_OF_ESTIMATE = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
+#: Options of the estimate ``d``, in which all param groups must agree.
+_ESTIMATE_OPTIONS = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
 
 
 class Prodigy(ShardedOptimizer):
@@ -85,33 +86,18 @@ class Prodigy(ShardedOptimizer):
         growth_rate: float = math.inf,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "beta3": beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "d": d0,
-            "d0": d0,
-            "d_max": d0,
-            "d_numerator": 0.0,
-            "d_coef": d_coef,
-            "k": 0,
-            "growth_rate": growth_rate,
-            "use_bias_correction": use_bias_correction,
-            "decouple": decouple,
-            "safeguard_warmup": safeguard_warmup,
-        }
-        super().__init__(params, defaults, options)
+        hyper = hyper_parameters(locals())
+        super().__init__(params, {**hyper, "d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, whose estimate begins with its ``d0``; see :meth:`ShardedOptimizer.add_param_group`."""
-        if isinstance(param_group, dict) and "d0" in param_group:
+        if "d0" in param_group:
             for name in ("d", "d_max"):
                 param_group.setdefault(name, param_group["d0"])
         super().add_param_group(param_group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Adds the estimate ``d``, which is equal in all groups; ``eps`` is in units of ``d``."""
         first = self.param_groups[0]
         return {
             **super().hyper(group),
@@ -121,37 +107,38 @@ class Prodigy(ShardedOptimizer):
             "bias_correction": _bias_correction(first),
         }
 
-    def begin_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        for group in groups:
-            make_plain(group)
+    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
+        for group in groups:  # schedulers may have set values that cannot be compared
+            convert_sequences(group)
             self.check_group(group)
         rates = {float(group["lr"]) for group in groups}
         if len(rates - {0.0}) > 1:
             raise ValueError(
                 f"lr: got {', '.join(map(str, sorted(rates)))} in different param groups, expected the same or 0: "
-                f"d is one for all; {CORRECT}"
+                f"d is one for all; {REMEDY}"
             )
-        for name in ("beta3", *_OF_ESTIMATE):
-            one, *others = (_beta3(group) if name == "beta3" else group[name] for group in groups)
-            for other in others:
-                if one != other:
-                    raise ValueError(
-                        f"{name}: got {one!r} and {other!r} in different param groups, expected the same: d is one for "
-                        f"all; {CORRECT}"
-                    )
+        for name in ("beta3", *_ESTIMATE_OPTIONS):
+            values = dict.fromkeys(_beta3(group) if name == "beta3" else group[name] for group in groups)
+            if len(values) > 1:
+                raise ValueError(
+                    f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same: d is "
+                    f"one for all; {REMEDY}"
+                )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
-        groups, first = self.param_groups, self.param_groups[0]
-        lr = max(float(group["lr"]) for group in groups)
-        away, slow = totals  # <g, p0 - p> and the 1-norm of s
-        if slow == 0.0:  # no gradient yet
+        """Estimates ``d`` for the next step (algorithm 4 with prodigyopt's options), and writes it into all groups."""
+        groups, first = self.param_groups, self.param_groups[0]  # all have the same estimate
+        lr = max(float(group["lr"]) for group in groups)  # the same in all groups, or 0
+        distance, s_norm = totals  # <g, p0 - p> and the 1-norm of s
+        if s_norm == 0.0:  # no gradient yet
             return [{"d": 0.0} for _ in groups]
         d, beta3 = first["d"], _beta3(first)
-        numerator = beta3 * first["d_numerator"] + d / first["d0"] * d * lr * _bias_correction(first) * away
-        estimate = first["d_coef"] * numerator / slow
+        numerator = beta3 * first["d_numerator"] + d / first["d0"] * d * lr * _bias_correction(first) * distance
+        estimate = first["d_coef"] * numerator / s_norm
         new = {"d": d, "d_max": first["d_max"], "d_numerator": first["d_numerator"], "k": first["k"] + 1}
         if abs(estimate) <= LARGEST:  # and not NaN
-            if d == first["d0"]:
+            if d == first["d0"]:  # the first growth is not limited by growth_rate
                 d = max(d, estimate)
             new["d_max"] = max(first["d_max"], estimate)
             new["d"] = min(new["d_max"], d * first["growth_rate"])
@@ -171,16 +158,17 @@ class Prodigy(ShardedOptimizer):
             _check(name, group[name], lambda x: 0.0 < x <= LARGEST, "above 0 that float32 can hold")
         _check("growth_rate", group["growth_rate"], lambda x: x >= 1, ">= 1")
         _check("d_numerator", group["d_numerator"], lambda x: abs(x) <= sys.float_info.max, "that is finite")
-        if not is_whole(group["k"]) or group["k"] < 0:
-            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {CORRECT}")
+        if not is_int(group["k"]) or group["k"] < 0:
+            raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {REMEDY}")
 
 
-def _beta3(group: Mapping[str, Any]) -> float:
+def _beta3(group: Mapping[str, Any]) -> float:  # with the default
     beta3 = group["beta3"]
     return math.sqrt(group["betas"][1]) if beta3 is None else float(beta3)
 
 
 def _bias_correction(group: Mapping[str, Any]) -> float:
+    """The factor of the learning rate that corrects the bias of both moments, as in Adam; 1 without the option."""
     if not group["use_bias_correction"]:
         return 1.0
     beta1, beta2 = map(float, group["betas"])
@@ -190,7 +178,7 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
 
 def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
-        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {CORRECT}")
+        raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {REMEDY}")
 
 
 class Prodigy8bit(Prodigy, codec="log8"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Parameter, init
 
@@ -30,23 +29,9 @@ class StableEmbedding(Embedding):
         sparse: makes sparse gradients, which the optimizers of this package refuse.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        usual = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        super().__init__(*usual, _weight, _freeze, device, dtype)
-        self.norm = LayerNorm(embedding_dim, device=device, dtype=dtype if _weight is None else _weight.dtype)
+    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
+        self.norm = LayerNorm(embedding_dim, device=self.weight.device, dtype=self.weight.dtype)
 
     def reset_parameters(self) -> None:
         """Initializes weights Xavier-uniform, with zeros for ``padding_idx``. The layer norm initializes itself."""
@@ -79,6 +64,7 @@ class StableEmbedding(Embedding):
         self._mark_weight()
 
     def _mark_weight(self) -> None:
+        """Marks the present weight as one whose state stays float32."""
         weight = self._parameters.get("weight")
         if weight is not None:
             keep_float32_state(weight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-Step = Callable[[Tensor], None]
 
-
-def reduced_parameters(replica: DistributedDataParallel) -> list[Tensor]:
+def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
     """The parameters whose gradients a DDP module reduces in buckets.
 
     Raises:
@@ -38,25 +36,30 @@ def reduced_parameters(replica: DistributedDataParallel) -> list[Tensor]:
     return list(replica._module_parameters)
 
 
-def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
-    """Returns the :class:`BucketHook` of a DDP module; registers a new one if the module has none.
+def register_hook(replica: DistributedDataParallel, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+    """Registers a DDP module's communication hook, which DDP calls with ``state`` and each bucket of gradients.
 
     Raises:
         RuntimeError: the DDP module has another communication hook, and can have no second.
     """
+    try:
+        if replica._comm_hooks:
+            raise RuntimeError("a communication hook is registered")
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # DDP reads hook's annotations
+    except RuntimeError as error:
+        raise RuntimeError(
+            "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
+            "ordered_gradients register one), expected one without a hook, as it can have only one; make it without"
+        ) from error
+
+
+def bucket_hook(replica: DistributedDataParallel) -> BucketHook:
+    """Returns a DDP module's :class:`BucketHook`, shared by all releases; registers one if the module has none."""
     for _, state in replica._comm_hooks:
         if isinstance(state, BucketHook):
             return state
     hook = BucketHook(replica)
-    try:
-        if replica._comm_hooks:
-            raise RuntimeError("a communication hook is registered")
-        replica.register_comm_hook(hook, lambda hook, bucket: hook.reduce(bucket))
-    except RuntimeError as error:
-        raise RuntimeError(
-            "got DistributedDataParallel with a communication hook (mixed_precision registers one, too), expected "
-            "none: it can have no second; make it without"
-        ) from error
+    register_hook(replica, hook, BucketHook.reduce)
     return hook
 
 
@@ -68,37 +71,41 @@ class BucketHook:
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._group, self._has_views = replica.process_group, replica.gradient_as_bucket_view
-        self._steps: dict[Tensor, Step] = {}
-        self._moved: set[Tensor] = set()  # parameters whose .grad was made a view of the bucket in this backward pass
+        self._hooks: dict[Tensor, Callable[[Tensor], None]] = {}
+        self._bucket_views: set[Tensor] = set()  # parameters whose .grad this backward pass made a view of a bucket
 
-    def add(self, param: Tensor, step: Step) -> Callable[[], object]:
-        """Has ``step(param)`` called at the end of each backward pass that gives a gradient; returns how to undo it."""
-        self._steps[param] = step
-        return lambda: self._steps.pop(param)
+    def add(self, param: Tensor, gradient_ready: Callable[[Tensor], None]) -> Callable[[], object]:
+        """Calls a function at the end of each backward pass that gives ``param`` a gradient; returns how to undo it."""
+        self._hooks[param] = gradient_ready
+        return lambda: self._hooks.pop(param)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Starts the all-reduce of a bucket's mean; frees gradients beside it; queues the steps at the last bucket."""
-        if self._steps or self._moved:  # the release may end within a pass
+        """DDP's hook: starts the all-reduce of a bucket's mean. At the last bucket also queues :meth:`_end_pass`.
+
+        Sets each ``.grad`` to a view of the bucket, into which DDP has copied it: this frees the old gradient.
+        """
+        if self._hooks or self._bucket_views:  # without hooks, but with views, if the release ended within this pass
             for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # A bucket does not tell the strides of a gradient in it: non-contiguous parameters keep their .grad.
-                if param in self._steps and param.grad is not None and param.is_contiguous():
-                    param.grad = gradient  # a view of the bucket, into which DDP copied .grad: frees the old .grad
-                    self._moved.add(param)
+                if param in self._hooks and param.grad is not None and param.is_contiguous():
+                    param.grad = gradient
+                    self._bucket_views.add(param)
             if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
-                # DDP queues a callback later that waits for the all-reduces: queued twice, the steps come after it.
+                # DDP queues a callback later that waits for the all-reduces: queued twice, ours is called after it.
                 queue = Variable._execution_engine.queue_callback
-                queue(partial(queue, self._step))
+                queue(partial(queue, self._end_pass))
         # DDP, too, multiplies by the reciprocal before the all-reduce: the same bits.
         buffer = bucket.buffer().mul_(1.0 / self._group.size())
         reducing = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced
 
-    def _step(self) -> None:  # at the end of the backward pass, when all buckets are reduced
-        for param, step in self._steps.items():
+    def _end_pass(self) -> None:
+        """Calls the parameters' functions when all buckets are reduced, at the end of the backward pass."""
+        for param, gradient_ready in self._hooks.items():
             if param.grad is not None:
-                step(param)
-        for param in self._moved:
-            if param.grad is not None and not self._has_views:
-                param.grad = param.grad.clone()  # accumulated by later micro-batches; DDP expects no view of a bucket
-        self._moved.clear()
+                gradient_ready(param)
+        for param in self._bucket_views:
+            if param.grad is not None and not self._has_views:  # kept for more micro-batches
+                param.grad = param.grad.clone()  # without gradient_as_bucket_view DDP expects no view of a bucket
+        self._bucket_views.clear()

@@ -17,62 +17,64 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
 
+from shardopt.release.backward import Hook
 from shardopt.release.fsdp_groups import fsdp_groups
-from shardopt.release.released import Hook
 
 if TYPE_CHECKING:
-    from shardopt.release.held import HeldParameters
+    from shardopt.release.overlapped import OverlappedRelease
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
-_NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # not called themselves, or for their elements
+_NO_LAYERS = (*_CONTAINERS, ParameterList, ParameterDict)  # modules that are not called, but hold what is used
 
 
 class ForwardOverlap:
     """Registers hooks in a model, so that whatever reads a parameter first waits until its pending step is done.
 
-    Args:
-        model: the wrapped model. Copies of it do not wait.
-        released: the parameters with their pending steps.
-        undo: gets callbacks that remove the hooks when it is closed.
+    Copies of the model do not wait. ``undo`` gets callbacks that remove the hooks when it is closed.
     """
 
-    def __init__(self, model: Module, released: HeldParameters, undo: ExitStack) -> None:
+    def __init__(self, model: Module, release: OverlappedRelease, undo: ExitStack) -> None:
         _let_compiled_code_see_hooks()
-        self._model, self._released = model, released
-        self._called: set[Module] = set()  # modules with a hook that the last training forward pass called
-        self._calling: set[Module] = set()  # modules with a hook that the running forward pass has called so far
+        self._model, self._release = model, release
+        self._called_last: set[Module] = set()  # waiting modules that the last training forward pass called
+        self._called_now: set[Module] = set()  # waiting modules that the running forward pass has called so far
         gathered: set[Tensor] = set()
-        wait_for, begin = Hook(released.wait_for), Hook(self._begin)
+        before_gather, before_module = Hook(release.wait_for_steps), Hook(self._before_module)
         for group in fsdp_groups(model):
-            group.before_gather.append(wait_for)
-            undo.callback(group.before_gather.remove, wait_for)
+            group.before_gather.append(before_gather)
+            undo.callback(group.before_gather.remove, before_gather)
             gathered.update(group.params)
-        self._readers, self._layers = waiting_modules(model, set(released.params) - gathered)
-        self._owners: dict[Tensor, list[Module]] = {}  # modules with a hook that have the parameter directly
-        for module in self._readers:
+        self._params_by_reader, self._layers = waiting_modules(model, set(release.params) - gathered)
+        self._owners: dict[Tensor, list[Module]] = {}  # waiting modules that have the parameter directly
+        for module in self._params_by_reader:
             for param in module.parameters(recurse=False):
                 self._owners.setdefault(param, []).append(module)
-            undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
-        undo.callback(model.register_forward_hook(Hook(self._end)).remove)
+            undo.callback(module.register_forward_pre_hook(before_module, prepend=True).remove)
+        undo.callback(model.register_forward_hook(Hook(self._after_model)).remove)
 
-    def _begin(self, module: Module, args: Any) -> None:
-        """Waits for the steps of the parameters that a module may read: a forward pre-hook of layers and others."""
+    def _before_module(self, module: Module, args: Any) -> None:
+        """Waits for the steps of the parameters that a module may read: the forward pre-hook of waiting modules."""
         if module is self._model:
-            self._calling = set()
-        self._calling.add(module)
-        params, owners, called = self._readers.get(module, []), self._owners, self._called
+            self._called_now = set()
+        self._called_now.add(module)
+        params = self._params_by_reader.get(module, [])  # none in a shallow copy of a module, which has its hooks
         # In evaluation all are waited for: no backward pass would notice a parameter read without a module's call.
         if torch.is_grad_enabled() and module not in self._layers:
-            params = [p for p in params if module in owners[p] or not called.issuperset(owners[p])]
-        self._released.wait_for(params)
+            params = [param for param in params if not self._is_left_to_owners(param, module)]
+        self._release.wait_for_steps(params)
 
-    def _end(self, module: Module, args: Any, output: Any) -> None:
+    def _is_left_to_owners(self, param: Tensor, caller: Module) -> bool:
+        """Whether a parameter of ``caller``'s submodules is read only when they are called, which will wait for it."""
+        owners = self._owners[param]
+        return caller not in owners and self._called_last.issuperset(owners)
+
+    def _after_model(self, module: Module, args: Any, output: Any) -> None:
         """Waits for all remaining steps at the end of the model's forward pass; ignores calls by shallow copies."""
         if module is not self._model:
             return
-        self._released.end_forward()
+        self._release.end_forward()
         if torch.is_grad_enabled():
-            self._called = self._calling
+            self._called_last = self._called_now
 
 
 def _let_compiled_code_see_hooks() -> None:
@@ -86,7 +88,7 @@ def _let_compiled_code_see_hooks() -> None:
 
 
 def waiting_modules(model: Module, params: Collection[Tensor]) -> tuple[dict[Module, list[Tensor]], set[Module]]:
-    """Decides which modules must wait when called, and for which of ``params``; returns also the set of layers.
+    """Maps the modules that must wait when called to those of ``params`` they wait for; returns also the set of layers.
 
     A layer waits for all parameters inside, other modules for those outside of layers: several may wait for one.
     """

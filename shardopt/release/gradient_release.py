@@ -1,13 +1,15 @@
 """Gradient release: each parameter is stepped during the backward pass, and its gradient freed.
 
 A post-accumulate hook of the parameter takes the step; FSDP2 calls it after the reduce-scatter. DDP calls it before its
-all-reduce, so a communication hook takes the steps there: see :mod:`shardopt.release.ddp_buckets`.
+all-reduce, so a communication hook takes the steps there (ddp_buckets.py). With ``overlap_forward`` the hook only
+copies the gradient to the host, and ``step()`` and the next forward pass do the rest (overlapped.py).
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,22 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
-from shardopt.release.ddp_buckets import bucket_hook, reduced_parameters
-from shardopt.release.deferred import MOST_WAITING
-from shardopt.release.held import HeldParameters
-from shardopt.release.released import Hook, ReleasedParameters
-from shardopt.state.options import is_whole
+from shardopt.release.backward import BackwardRelease, Hook
+from shardopt.release.ddp_buckets import BucketHook, bucket_hook, parameters_in_buckets
+from shardopt.release.overlapped import OverlappedRelease
+from shardopt.state.options import is_int
 
 
-class GradientRelease:
-    """Handle returned by :func:`release_gradients`: :meth:`remove`, or leaving it as a context manager, ends release.
-
-    Args:
-        undo: a stack whose callbacks remove all hooks when it is closed.
-    """
+class GradientRelease(AbstractContextManager["GradientRelease"]):
+    """Handle returned by :func:`release_gradients`: :meth:`remove`, or leaving its context, ends the release."""
 
     def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
+        self._undo = undo  # removes all hooks when it is closed
 
     def remove(self) -> None:
         """Ends the release: from the next backward pass on gradients are kept, and ``optimizer.step()`` is the step.
@@ -41,9 +38,6 @@ class GradientRelease:
         Gradients that are held in the host's memory are thrown away, with a warning: call ``optimizer.step()`` before.
         """
         self._undo.close()
-
-    def __enter__(self) -> GradientRelease:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -55,7 +49,7 @@ def release_gradients(
     optimizer: ShardedOptimizer,
     *,
     overlap_forward: bool = False,
-    waiting_gradients: int = MOST_WAITING,
+    waiting_gradients: int = 4,
     micro_batches: int = 1,
 ) -> GradientRelease:
     """Steps each parameter as soon as its gradient is complete, during the backward pass, and frees the gradient.
@@ -81,22 +75,14 @@ def release_gradients(
     without waiting. The next forward pass waits for the steps of the parameters that it reads: FSDP2 before each
     all-gather, layers of other models (elements of ``ModuleList`` or ``Sequential``) and modules around them when
     called (an output layer waits itself, if the last training pass has called it). ``state_dict``, ``load_state_dict``
-    and :mod:`shardopt.checkpoint` wait, too::
-
-        shardopt.release_gradients(model, optimizer, overlap_forward=True, waiting_gradients=8, micro_batches=2)
-        for batches in steps:
-            for batch in batches:  # two
-                (model(batch).mean() / 2).backward()  # copies gradients to the host
-            shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
-            optimizer.step()  # starts the steps
+    and :mod:`shardopt.checkpoint` wait, too; docs/offload.md has an example. Gradients of parameters that are not
+    offloaded stay in ``param.grad`` until ``step()``, which steps these parameters at once.
 
     Other code that reads, writes or replaces parameters after ``optimizer.step()`` (averages of weights, norms,
     ``param.data``, ``model.to()``, a deep copy, a weight used before its layer or head is called) must call
     ``optimizer.synchronize()`` first; a backward pass through a value read too early raises where it is detected.
     CUDA graphs and ``torch.compile(fullgraph=True)`` exclude ``overlap_forward``. Other compiled code waits, too: the
-    first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code that was compiled
-    before. Gradients of parameters that are not offloaded stay in ``param.grad`` until ``step()``, which steps these
-    parameters at once.
+    first release sets ``torch._dynamo.config.skip_nnmodule_hook_guards`` to False, and drops code compiled before.
 
     Call it after ``fully_shard``, ``parallelize_module`` or ``DistributedDataParallel``, with the wrapped model.
     Parameters of the model that the optimizer does not have are left alone.
@@ -107,20 +93,13 @@ def release_gradients(
 
     ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or copied to the host: it returns 0 and *does
     nothing*, which shardopt cannot detect. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss:
-    ``GradScaler.step`` raises. Always excluded are ``nonfinite="raise"``, whose promise that nothing was changed could
-    not be kept, rules with sums over all parameters, FSDP1, ZeroRedundancyOptimizer, and models with
-    :func:`shardopt.comm.ordered_gradients`.
+    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss. Always excluded
+    are rules with sums over all parameters, ZeroRedundancyOptimizer, and the cases below that raise RuntimeError.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. If a backward pass raises,
-    parameters whose gradients were complete are stepped already. ``optimizer.zero_grad()`` discards the rest of the
-    pass, so that training can go on (``model.zero_grad()`` does not), and warns that these parameters stay stepped;
-    with ``overlap_forward`` none are. Loading a state dict or checkpoint of the optimizer discards the pass as well.
-    FSDP2 needs ``reset_iter_state()`` (PyTorch 2.13) after an exception; DDP cannot go on.
-
-    Where FSDP2 reduces a gradient in parts, one per use of a module, the parameter is stepped after the last part.
-    Reentrant activation checkpoints give parts, too, each of which counts as a backward pass's gradient: a parameter
-    used in two of them raises, as it gets one gradient too many. ``use_reentrant=False`` gives whole gradients.
+    ``optimizer.zero_grad()`` discards it, so that training can go on (``model.zero_grad()`` does not), and warns that
+    parameters whose gradients were complete stay stepped. Loading a state dict or checkpoint discards it as well.
+    docs/sharding.md has more on exceptions, and on gradients that come in parts.
 
     The release ends with :meth:`GradientRelease.remove`, and when the optimizer is freed: keep a reference to it.
 
@@ -151,48 +130,56 @@ def release_gradients(
         why = "; it steps only once all gradients are there: use fully_shard" if kind.startswith("Zero") else ""
         raise TypeError(f"got {kind}, expected an optimizer of shardopt such as shardopt.AdamW8bit{why}")
     for name, value in (("waiting_gradients", waiting_gradients), ("micro_batches", micro_batches)):
-        if not is_whole(value) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected at least 1, a whole number")
     owned = {param for group in optimizer.param_groups for param in group["params"]}
     params: list[Tensor] = [param for param in model.parameters() if param in owned and param.requires_grad]
-    _check(model, params)
+    _check_model(model, params)
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    reduced = {param: replica for replica in replicas for param in reduced_parameters(replica)}
-    reducing = dict.fromkeys(reduced[param] for param in params if param in reduced)
-    buckets = {replica: bucket_hook(replica) for replica in reducing}
-    kind = HeldParameters if overlap_forward else ReleasedParameters
-    released = kind(optimizer, model, params, waiting_gradients, micro_batches)
-    optimizer._internals.begin_release(released)
-    step, wait = Hook(released.step), Hook(released.wait)
+    replica_of = {param: replica for replica in replicas for param in parameters_in_buckets(replica)}
+    bucket_hooks = {param: bucket_hook(replica_of[param]) for param in params if param in replica_of}
+    kind = OverlappedRelease if overlap_forward else BackwardRelease
+    release = kind(optimizer, model, params, waiting_gradients, micro_batches)
+    optimizer._internals.begin_release(release)
     undo = ExitStack()
     undo.callback(optimizer._internals.end_release)
-    for module in model.modules():
-        undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-        undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
-    for param in params:
-        if param in reduced:
-            undo.callback(buckets[reduced[param]].add(param, step))
-        else:
-            undo.callback(param.register_post_accumulate_grad_hook(step).remove)  # type: ignore[no-untyped-call]
-    for replica in buckets:
-        undo.callback(replica.register_forward_pre_hook(Hook(released.begin_replica)).remove)
-    within = partial(_begin_within_replica, Hook(released.check_replica))
-    undo.callback(model.register_forward_pre_hook(within).remove)
-    if isinstance(released, HeldParameters):
-        from shardopt.release.forward_overlap import ForwardOverlap  # it imports torch's compiler
-
-        released.overlap = ForwardOverlap(model, released, undo)
+    _register_hooks(release, model, bucket_hooks, undo)
+    for replica in dict.fromkeys(replica_of[param] for param in bucket_hooks):
+        undo.callback(replica.register_forward_pre_hook(Hook(release.begin_replica)).remove)
     return GradientRelease(undo)
 
 
-def _check(model: Module, params: list[Tensor]) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no model is an FSDP1 one
+def _register_hooks(
+    release: BackwardRelease, model: Module, bucket_hooks: Mapping[Tensor, BucketHook], undo: ExitStack
+) -> None:
+    """Registers a release's hooks in the model: DDP's for parameters in ``bucket_hooks``. ``undo`` will remove them."""
+    gradient_ready, wait = Hook(release.gradient_ready), Hook(release.wait)
+    for module in model.modules():
+        undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+        undo.callback(module.register_load_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]
+    for param in release.params:
+        if param in bucket_hooks:
+            undo.callback(bucket_hooks[param].add(param, gradient_ready))
+        else:
+            handle = param.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
+            undo.callback(handle.remove)
+    check = partial(_check_running_replica, Hook(release.check_replica))
+    undo.callback(model.register_forward_pre_hook(check).remove)
+    if isinstance(release, OverlappedRelease):
+        from shardopt.release.forward_overlap import ForwardOverlap  # here, as it imports torch's compiler
+
+        release.forward_overlap = ForwardOverlap(model, release, undo)
+
+
+def _check_model(model: Module, params: list[Tensor]) -> None:
+    """Raises if the model or its trained parameters, ``params``, exclude a release, or have gradients already."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no model is an FSDP1 one
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise RuntimeError(
             "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
             "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
         )
-    progress = sys.modules.get("shardopt.comm.progress")  # without it no gradients are ordered
+    progress = sys.modules.get("shardopt.comm.progress")  # if nobody has imported it, no gradients are ordered
     if progress is not None and any(progress.progresses_of(params)):
         raise RuntimeError(
             "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected a "
@@ -216,8 +203,8 @@ def _check(model: Module, params: list[Tensor]) -> None:
         )
 
 
-def _begin_within_replica(check: Hook, model: Module, args: Any) -> None:
+def _check_running_replica(check: Hook, model: Module, args: Any) -> None:
     """A forward pre-hook: raises if the model runs inside of a DDP module that release_gradients() was not given."""
     replica = DistributedDataParallel._active_ddp_module
-    if replica is not None:  # compiled code does not see more of this
+    if replica is not None:  # tested here, not in the hook, which compiled code would leave the graph to call
         check(replica)

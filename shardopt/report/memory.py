@@ -78,6 +78,7 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     seen: set[int] = set()
 
     def add(kind: str, tensor: Tensor) -> None:
+        """Adds a tensor's whole storage to the report, once even if several tensors share it."""
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address in seen or nbytes == 0:
@@ -100,8 +101,8 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
     progress = sys.modules.get("shardopt.comm.progress")  # without it there are no sums
     if progress is not None:
         for counted in progress.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
-            for counter in counted.counters:
-                for tensor in counter.tensors:
+            for pairwise in counted.sums:
+                for tensor in pairwise.tensors:
                     add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):
         for device, nbytes in owner._internals.residency.buffer_bytes.items():

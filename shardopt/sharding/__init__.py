@@ -61,9 +61,9 @@ class _DeepSpeed(Kind):
     def engines_of(self, model: Module) -> Engines | None:
         if "deepspeed.runtime.engine" not in sys.modules:  # without this module no model is in an engine
             return None
-        from shardopt.sharding.deepspeed.engine import engine_of, has_optimizer, opened, refresh
+        from shardopt.sharding.deepspeed.engine import copy_masters, engine_of, has_optimizer, open_engine
 
-        return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, opened, refresh)
+        return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, open_engine, copy_masters)
 
 
 for _kind in (_DTensors(), _FSDP1(), _DDP(), _DeepSpeed()):

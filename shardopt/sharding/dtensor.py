@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from shardopt.kernels.memory import readable, written
-from shardopt.layout import BlockGrid, Counted, Shard
+from shardopt.kernels.memory import readable, unwrapped
+from shardopt.layout import BlockGrid, HoldersForSums, Shard
 from shardopt.layout.partition import Cut, GridPartition
-from shardopt.sharding.rank_group import TorchRankGroup, joint_group, moved_to, own_device
+from shardopt.sharding.rank_group import TorchRankGroup, local_device, make_group, move_to
 
-_CACHED_SHARDS = 8192
+_MOST_CACHED = 8192
 
 
 class DTensorShard(Shard):
@@ -50,61 +50,65 @@ class DTensorShard(Shard):
             )
         self._mesh, self._placements = mesh, placements
         if device is None or device.type != mesh.device_type:  # offloaded, or without memory
-            device = own_device(mesh.device_type)
+            device = local_device(mesh.device_type)
         self._device = device
-        #: The mesh dimensions that shard the parameter, and in which order they cut it.
-        self._sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-        self._cutting = _in_order(placements, self._sharded, tuple(mesh.shape))
+        #: The mesh dimensions that shard the parameter; it is replicated along the others.
+        self._sharding_dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
         strides = [math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.ndim)]  # of ranks in the flattened mesh
-        cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in self._cutting]  # type: ignore[attr-defined]
-        self._coordinate = coordinate = mesh.get_coordinate()
-        self.is_here = coordinate is not None
-        offset = sum(at * stride for at, stride in zip(coordinate or (), strides, strict=False))
-        super().__init__(global_shape, GridPartition(tuple(cuts)), offset)
+        in_order = _order_of_cuts(placements, self._sharding_dims, tuple(mesh.shape))
+        cuts = [Cut(placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in in_order]  # type: ignore[attr-defined]
+        self._coordinate = mesh.get_coordinate()
+        self.is_here = self._coordinate is not None
+        rank_offset = sum(index * stride for index, stride in zip(self._coordinate or (), strides, strict=False))
+        super().__init__(global_shape, GridPartition(tuple(cuts)), rank_offset)
         if not self.is_here:  # torch makes an empty local tensor
             self.indices, self.local_shape = ((0, 0),) * len(global_shape), (0,)
 
-    def _matrix_of_blocks(self, grid: BlockGrid) -> DTensorShard:
-        alike = self._is_aligned(grid)
-        placements = [p if alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements]
-        return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, tuple(placements), self._device)
+    def _make_scales(self, grid: BlockGrid) -> DTensorShard:
+        is_alike = self.partition.of_scales(grid) == self.partition
+        placements = tuple(p if is_alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements)
+        return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, placements, self._device)
 
     @cached_property
     def holders(self) -> TorchRankGroup | None:  # type: ignore[override]
-        return self._along(range(self._mesh.ndim)) if self.is_here else None
+        return self._group_along(range(self._mesh.ndim)) if self.is_here else None
 
     @cached_property
     def row_owners(self) -> TorchRankGroup | None:  # type: ignore[override]
-        across = [dim for dim in self._sharded if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
-        return self._along(across) if across and self.is_here else None
+        cutting_rows = [dim for dim in self._sharding_dims if self._placements[dim].dim > 0]  # type: ignore[attr-defined]
+        return self._group_along(cutting_rows) if cutting_rows and self.is_here else None
 
-    def counted(self) -> Counted | None:
-        return self._counted
+    def holders_for_sums(self) -> HoldersForSums | None:
+        return self._holders_for_sums
 
     @cached_property
-    def _counted(self) -> Counted:
-        """Computes :meth:`counted`; copies are along replicated mesh dims and in other slices of a sliced root mesh."""
-        numbers, slices = self._mesh.mesh.flatten(), _slices(self._mesh)
-        members, reach = frozenset(numbers.tolist()), frozenset(slices.flatten().tolist())
-        store = _get_default_store() if len(reach) < get_world_size() else None
-        if self._coordinate is None:
-            return Counted(None, members, frozenset(), reach, store)
-        at = tuple(i if dim in self._sharded else slice(None) for dim, i in enumerate(self._coordinate))
-        alike = torch.isin(numbers, self._mesh.mesh[at].flatten())
-        own = self._mesh.get_rank()
-        before = frozenset(number for number in slices[alike].flatten().tolist() if number < own)
-        dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
-        return Counted(self._joint(dims), members, before, reach, store)
+    def _holders_for_sums(self) -> HoldersForSums:
+        """Computes :meth:`holders_for_sums`. Collective.
 
-    def divided_among(self) -> TorchRankGroup | None:
-        return self._joint(self._sharded) if self._sharded and self.is_here else None
+        Replicas are along the replicated dims of the mesh, and in the other slices of a root mesh that was sliced.
+        """
+        mesh_ranks, slices = self._mesh.mesh.flatten(), _ranks_by_slice(self._mesh)
+        members, known_holders = frozenset(mesh_ranks.tolist()), frozenset(slices.flatten().tolist())
+        store = _get_default_store() if len(known_holders) < get_world_size() else None
+        if self._coordinate is None:
+            return HoldersForSums(None, members, frozenset(), known_holders, store)
+        of_part = tuple(i if dim in self._sharding_dims else slice(None) for dim, i in enumerate(self._coordinate))
+        is_replica = torch.isin(mesh_ranks, self._mesh.mesh[of_part].flatten())
+        replicas, own = slices[is_replica].flatten().tolist(), self._mesh.get_rank()
+        lower_replicas = frozenset(replica for replica in replicas if replica < own)
+        # Without dims of one rank, so that a mesh with one other dim needs no new process group.
+        dims = [dim for dim in range(self._mesh.ndim) if self._mesh.size(dim) > 1] or [0]
+        return HoldersForSums(self._make_group_along(dims), members, lower_replicas, known_holders, store)
+
+    def make_part_group(self) -> TorchRankGroup | None:
+        return self._make_group_along(self._sharding_dims) if self._sharding_dims and self.is_here else None
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
+    def _global_ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.mesh.flatten().tolist())
 
     def local(self, tensor: Tensor) -> Tensor:
-        return written(_local(tensor))
+        return unwrapped(_local(tensor))
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor):
@@ -132,24 +136,25 @@ class DTensorShard(Shard):
         # Not by redistribute: PyTorch 2.8 cuts uneven strided shards otherwise than fully_shard.
         if not self.is_here:
             return torch.empty(0, dtype=whole.dtype, device=self._device)
-        return moved_to(self._device, super().part(whole)).contiguous()
+        return move_to(self._device, super().part(whole)).contiguous()
 
-    def _along(self, dims: Sequence[int]) -> TorchRankGroup:
+    def _group_along(self, dims: Sequence[int]) -> TorchRankGroup:
         """The ranks whose mesh coordinates differ from this rank's in ``dims`` only: one process group per dim."""
         return TorchRankGroup(tuple(map(self._mesh.get_group, dims)), self._device)
 
-    def _joint(self, dims: Sequence[int]) -> TorchRankGroup:
-        """The ranks of :meth:`_along` as a single process group, made if needed; all of the ranks must call this."""
+    def _make_group_along(self, dims: Sequence[int]) -> TorchRankGroup:
+        """The ranks of :meth:`_group_along` as a single process group, made if needed. Collective."""
         if len(dims) == 1:
-            return self._along(dims)
-        at = tuple(slice(None) if dim in dims else i for dim, i in enumerate(self._coordinate or ()))
-        return TorchRankGroup((joint_group(sorted(self._mesh.mesh[at].flatten().tolist())),), self._device)
+            return self._group_along(dims)
+        along = tuple(slice(None) if dim in dims else i for dim, i in enumerate(self._coordinate or ()))
+        return TorchRankGroup((make_group(sorted(self._mesh.mesh[along].flatten().tolist())),), self._device)
 
 
-def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
+def _order_of_cuts(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[int, ...]) -> list[int]:
     """The mesh dimensions that shard a parameter, in the order in which they cut it.
 
     A ``_StridedShard`` cuts the parts that later mesh dims make of its dim: FSDP2 cuts tensor-parallel shards so.
+    Strided dims therefore cut last, the first one after the others.
 
     Raises:
         RuntimeError: the ``split_factor`` of a ``_StridedShard`` is not the number of these parts.
@@ -166,27 +171,29 @@ def _in_order(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tuple[i
     return [dim for dim in sharded if dim not in strided] + strided[::-1]
 
 
-def _slices(mesh: DeviceMesh) -> Tensor:
-    """A row per rank of a mesh: its global number, and its counterparts' numbers in other slices of the root mesh.
+def _ranks_by_slice(mesh: DeviceMesh) -> Tensor:
+    """A matrix with a row per rank of a mesh: the global ranks with its place in each slice of the root mesh.
 
-    The matrix has one column if the mesh is not a slice of a larger mesh.
+    A parameter on ``root["tp"]`` of a root mesh ("dp", "tp") has replicas in the other slices, which hold the same
+    parameter by convention. The matrix has one column, the mesh's own ranks, if the mesh is not such a slice.
     """
-    numbers = mesh.mesh.flatten()
+    mesh_ranks = mesh.mesh.flatten()
     if hasattr(mesh, "_get_root_mesh"):
         root = mesh._get_root_mesh().mesh
     else:  # before PyTorch 2.9
         root = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh).mesh
-    places = torch.isin(root, numbers).nonzero()
-    varying = [dim for dim in range(root.ndim) if bool((places[:, dim] != places[0, dim]).any())]
-    others = [dim for dim in range(root.ndim) if dim not in varying]
-    if len(places) != len(numbers) or math.prod(root.size(dim) for dim in varying) != len(numbers):
-        return numbers[:, None]
-    rows = root.permute(*varying, *others).reshape(len(numbers), -1)
-    own = rows[:, torch.isin(rows, numbers).all(0)].flatten()
-    return torch.stack([rows[int((own == number).nonzero())] for number in numbers])
+    coordinates = torch.isin(root, mesh_ranks).nonzero()
+    varying = [dim for dim in range(root.ndim) if bool((coordinates[:, dim] != coordinates[0, dim]).any())]
+    fixed = [dim for dim in range(root.ndim) if dim not in varying]
+    if len(coordinates) != len(mesh_ranks) or math.prod(root.size(dim) for dim in varying) != len(mesh_ranks):
+        return mesh_ranks[:, None]
+    slices = root.permute(*varying, *fixed).reshape(len(mesh_ranks), -1)  # a slice per column
+    own_slice = slices[:, torch.isin(slices, mesh_ranks).all(0)].flatten()
+    return torch.stack([slices[int((own_slice == rank).nonzero())] for rank in mesh_ranks])  # in the mesh's order
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor, after waiting for a collective that computes it."""
     if not isinstance(tensor, DTensor):
         raise RuntimeError(
             f"got a plain tensor of shape {tuple(tensor.shape)} for a DTensor parameter, expected a DTensor; load it "
@@ -211,7 +218,7 @@ def shard_of_dtensor(param: DTensor) -> DTensorShard:
     key = (id(mesh), param.shape, param.placements)
     shard = _shards.get(key)
     if shard is None:
-        if len(_shards) >= _CACHED_SHARDS:
+        if len(_shards) >= _MOST_CACHED:
             _shards.clear()
         shard = _shards[key] = DTensorShard(tuple(param.shape), mesh, tuple(param.placements), local.device)
     if local.dtype != param.dtype:

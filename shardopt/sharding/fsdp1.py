@@ -21,10 +21,13 @@ from torch.nn import Module
 
 from shardopt.layout import FlatBuffer, FlatShard, Segment, Shard, UnknownShardError, assign
 from shardopt.layout.names import canonical_modules
-from shardopt.layout.partition import step_between
+from shardopt.layout.partition import rank_spacing
 from shardopt.layout.shard import assign_later
 from shardopt.optim.stable_embedding import StableEmbedding
 from shardopt.sharding.rank_group import TorchRankGroup
+
+#: A parameter before FSDP1 flattened it: its index in the model, and its full name.
+_Original = tuple[int, str]
 
 
 def install(module: ModuleType) -> None:
@@ -41,16 +44,14 @@ def install(module: ModuleType) -> None:
 
 
 def _read_if_alive(reference: weakref.ref[Module]) -> None:
+    """Assigns the shards of a model's parameters; only a weak reference, as parameters may outlive their model."""
     model = reference()
     if model is not None:
         read_fsdp1(model)
 
 
 def read_fsdp1(model: Module) -> None:
-    """Assigns shards to the parameters of all FSDP units in a model.
-
-    Args:
-        model: contains the FSDP units, or is one.
+    """Assigns shards to the parameters of all FSDP units in a model, which may be one itself.
 
     Raises:
         UnknownShardError: an FSDP unit's parameters are DTensors or were not contiguous, or its metadata differ from
@@ -59,99 +60,107 @@ def read_fsdp1(model: Module) -> None:
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
     if not units:
         return
-    names = _original_names(model, [unit._handle for unit in units])
+    originals = _originals(model, [unit._handle for unit in units])
     prefixes: dict[int, list[str]] = {}
     for prefix, module in canonical_modules(model, all_names=True):
         prefixes.setdefault(id(module), []).append(prefix)
     for unit in units:
-        _assign_unit(unit._handle, names, prefixes, _replicas(unit))
+        handle: Any = unit._handle
+        of_unit = [originals[id(module), name] for name, module, _ in handle.flat_param._param_infos]
+        _check_unit(handle, of_unit)
+        shards = _shards_of_unit(unit)
+        if handle._use_orig_params:
+            for param, shape, shard in zip(handle.flat_param._params, handle.flat_param._shapes, shards, strict=True):
+                assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape)))
+        else:
+            assign(handle.flat_param, _flat_buffer(handle, of_unit, shards, prefixes))
 
 
-def _original_names(model: Module, handles: list[Any]) -> dict[tuple[int, str], tuple[int, str]]:
-    """Index in the model and full name of each parameter before flattening, by ``(id(module), name in the module)``."""
+def _originals(model: Module, handles: list[Any]) -> dict[tuple[int, str], _Original]:
+    """The parameters of the model before FSDP1 flattened some, by ``(id(module), name in the module)``."""
     flattened: dict[int, list[str]] = {}
     for handle in handles:
         for name, module, _ in handle.flat_param._param_infos:
             flattened.setdefault(id(module), []).append(name)
-    flat = {id(handle.flat_param) for handle in handles}
-    originals: dict[tuple[int, str], tuple[int, str]] = {}
+    flat_params = {id(handle.flat_param) for handle in handles}
+    originals: dict[tuple[int, str], _Original] = {}
     for prefix, module in canonical_modules(model):
-        plain = [name for name, param in module._parameters.items() if param is not None and id(param) not in flat]
-        for name in dict.fromkeys([*plain, *flattened.get(id(module), [])]):
-            originals[id(module), name] = (len(originals), prefix + name)
+        params = module._parameters.items()
+        others = [name for name, param in params if param is not None and id(param) not in flat_params]
+        # With use_orig_params, flattened parameters are among the module's parameters, too.
+        for name in dict.fromkeys([*others, *flattened.get(id(module), [])]):
+            originals[id(module), name] = len(originals), prefix + name
     return originals
 
 
-def _assign_unit(
-    handle: Any,
-    names: dict[tuple[int, str], tuple[int, str]],
-    prefixes: dict[int, list[str]],
-    replicas: TorchRankGroup | None,
-) -> None:
+def _check_unit(handle: Any, originals: list[_Original]) -> None:
+    """Raises UnknownShardError if FSDP1 flattened DTensors, or tensors that were not contiguous."""
     flat = handle.flat_param
-    known = [names[id(module), name] for name, module, _ in flat._param_infos]
     if any(extension is not None for extension in flat._param_extensions):
         raise UnknownShardError(
-            f"got FSDP1 around {', '.join(name for _, name in known)}, whose parameters are DTensors, expected plain "
-            "parameters; use fully_shard (FSDP2) with tensor parallel"
+            f"got FSDP1 around {', '.join(name for _, name in originals)}, whose parameters are DTensors, expected "
+            "plain parameters; use fully_shard (FSDP2) with tensor parallel"
         )
-    for (_, name), shape, strides in zip(known, flat._shapes, flat._strides, strict=True):
+    for (_, name), shape, strides in zip(originals, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
             raise UnknownShardError(
                 f"got {name} {tuple(shape)} with strides {tuple(strides)} when FSDP1 flattened it, expected a "
                 "contiguous tensor, as FSDP1 keeps the order of memory; wrap the model before it is made channels_last"
             )
-    shards = _ranges(handle)
-    for shard in shards if replicas is not None else ():
-        shard.replicas = replicas
-    if handle._use_orig_params:
-        for param, shape, shard in zip(flat._params, flat._shapes, shards, strict=True):
-            assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape)))
-        return
-    places = _places(flat)
-    stable = [any(isinstance(m, StableEmbedding) and key == "weight" for m, key in of_param) for of_param in places]
-    shards = [shard.with_float32_state() if is_so else shard for shard, is_so in zip(shards, stable, strict=True)]
+
+
+def _flat_buffer(
+    handle: Any, originals: list[_Original], shards: list[FlatShard], prefixes: dict[int, list[str]]
+) -> FlatBuffer:
+    """The contents of a unit's flat parameter, for ``use_orig_params=False``.
+
+    ``prefixes`` are those of parameters' names, by ``id(module)``: several for a module that others share.
+    """
+    flat = handle.flat_param
     segments = []
-    for (number, name), shard, of_param in zip(known, shards, places, strict=True):
-        names_of = (prefix + key for module, key in of_param for prefix in prefixes[id(module)])
-        aliases = tuple(other for other in names_of if other != name)
-        segments.append(Segment(name, number, shard, shard.place, aliases))
-    size = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-    assign(flat, FlatBuffer(size, segments))
+    for (number, name), shard, owners in zip(originals, shards, _owners(flat), strict=True):
+        if any(isinstance(module, StableEmbedding) and key == "weight" for module, key in owners):
+            shard = shard.with_float32_state()
+        names = [prefix + key for module, key in owners for prefix in prefixes[id(module)]]
+        aliases = tuple(other for other in names if other != name)
+        segments.append(Segment(name, number, shard, shard.buffer_offset, aliases))
+    return FlatBuffer(flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel(), segments)
 
 
-def _places(flat: Any) -> list[list[tuple[Module, str]]]:
+def _owners(flat: Any) -> list[list[tuple[Module, str]]]:
     """For each original parameter, all pairs of a module and the parameter's name in the module: several if shared."""
-    places_by_name = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
+    owners = {(id(module), name): [(module, name)] for name, module, _ in flat._param_infos}
     for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
-        places = places_by_name[id(first_module), first_name]
-        if (module, name) not in places:
-            places.append((module, name))
-    return list(places_by_name.values())
+        of_param = owners[id(first_module), first_name]
+        if (module, name) not in of_param:
+            of_param.append((module, name))
+    return list(owners.values())
 
 
 def _replicas(unit: Any) -> TorchRankGroup | None:
     """The ranks with copies of this shard under HYBRID_SHARD; None without copies or if ranks are not evenly spaced."""
-    across, handle = getattr(unit, "_inter_node_pg", None), unit._handle
-    if across is None or not handle.uses_sharded_strategy or across.size() == 1:
+    across_nodes, handle = getattr(unit, "_inter_node_pg", None), unit._handle
+    if across_nodes is None or not handle.uses_sharded_strategy or across_nodes.size() == 1:
         return None
-    ranks, within = (TorchRankGroup((group,), handle.device) for group in (across, handle.process_group))
-    if any(step_between(group.numbers, len(group.numbers)) is None for group in (ranks, within)):
+    replicas, shards = (TorchRankGroup((group,), handle.device) for group in (across_nodes, handle.process_group))
+    if any(rank_spacing(group.global_ranks, len(group.global_ranks)) is None for group in (replicas, shards)):
         return None
-    return ranks
+    return replicas
 
 
-def _ranges(handle: Any) -> list[FlatShard]:
+def _shards_of_unit(unit: Any) -> list[FlatShard]:
     """The shards of an FSDP unit's original parameters, checked against FSDP's own account of this rank's shard."""
+    handle = unit._handle
     flat = handle.flat_param
     if not handle.uses_sharded_strategy:
         whole = zip(flat._shapes, _offsets(flat), strict=True)
         return [FlatShard(tuple(shape), first, flat.numel()) for shape, first in whole]
-    size = flat._sharded_size.numel()
+    size, replicas = flat._sharded_size.numel(), _replicas(unit)
     ranks = TorchRankGroup((handle.process_group,), handle.device)
     shards = []
     for first, shape, info in zip(_offsets(flat), flat._shapes, flat._shard_param_infos, strict=True):
         shard = FlatShard(tuple(shape), first, size, ranks)
+        shard.replicas = replicas
         known = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
         expected = (shard.start, shard.end) if shard.numel else (0, 0)
         if known != expected:
@@ -165,5 +174,5 @@ def _ranges(handle: Any) -> list[FlatShard]:
 
 def _offsets(flat: Any) -> list[int]:
     """The offsets of the original parameters in the unsharded flat parameter, which contains padding."""
-    begins = [0, *itertools.accumulate(flat._numels_with_padding)]
-    return [at for at, padding in zip(begins, flat._is_padding_mask, strict=False) if not padding]
+    offsets = [0, *itertools.accumulate(flat._numels_with_padding)]
+    return [offset for offset, is_padding in zip(offsets, flat._is_padding_mask, strict=False) if not is_padding]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardopt.layout import on_any_rank
+from shardopt.layout import all_reduce_any
 from shardopt.optim import ShardedOptimizer
-from shardopt.optim.loading import HELD, PACKED_MOMENTS, moments_of
+from shardopt.optim.loading import HELD_ELEMENTS, PACKED_MOMENTS, packed_moments
 from shardopt.report.memory import owner_of
 from shardopt.sharding.rank_group import rank_group_of
-from shardopt.state.options import is_own
-from shardopt.state.packed import is_packed, pack, words_of
+from shardopt.state.options import is_shardopt
+from shardopt.state.packed import is_packed, pack, words_per_element
 from shardopt.state.slice_spec import ROW_MOMENTS
 from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
@@ -45,27 +45,27 @@ def hook_fsdp1(module: Any) -> None:
     @functools.wraps(save)
     def _optim_state_dict_impl(*args: Any, **kwargs: Any) -> Any:
         call = saving.bind(*args, **kwargs)
-        given = call.arguments
-        _check_row_moments(given["optim_state_dict"], given["optim"])
-        if _is_ours(given["optim_state_dict"]):
-            owner = owner_of(given["optim"])
+        arguments = call.arguments
+        _check_row_moments(arguments["optim_state_dict"], arguments["optim"])
+        if _is_from_shardopt(arguments["optim_state_dict"]):
+            owner = owner_of(arguments["optim"])
             if isinstance(owner, ShardedOptimizer):
-                given["optim_state_dict"] = _packed(owner, given["optim_state_dict"])
-            devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(given["model"])}
+                arguments["optim_state_dict"] = _pack_state_dict(owner, arguments["optim_state_dict"])
+            devices = {unit.compute_device for unit in FullyShardedDataParallel.fsdp_modules(arguments["model"])}
             if "cpu_offload" in saving.parameters and torch.device("cpu") in devices:
-                given["cpu_offload"] = False  # which there has torch return one buffer for all entries, not copies
+                arguments["cpu_offload"] = False  # else torch returns one buffer for all entries instead of copies
         return save(*call.args, **call.kwargs)
 
     @functools.wraps(load)
     def _optim_state_dict_to_load_impl(*args: Any, **kwargs: Any) -> Any:
         call = loading.bind(*args, **kwargs)
-        given = call.arguments
-        rank0_only = given.get("rank0_only", False)
-        _check_loading(given.get("optim"), given["optim_state_dict"], rank0_only, lambda: given.get("group"))
-        saved = given["optim_state_dict"]
-        if groups := (saved or {}).get("param_groups"):  # torch leaves names in their order, but renumbers parameters
+        arguments = call.arguments
+        saved, rank0_only = arguments["optim_state_dict"], arguments.get("rank0_only", False)
+        _check_loading(arguments.get("optim"), saved, rank0_only, lambda: arguments.get("group"))
+        groups = (saved or {}).get("param_groups")
+        if groups:  # torch leaves names in their order, but renumbers parameters
             unnamed = [{key: x for key, x in group.items() if key != "param_names"} for group in groups]
-            given["optim_state_dict"] = {**saved, "param_groups": unnamed}
+            arguments["optim_state_dict"] = {**saved, "param_groups": unnamed}
         return load(*call.args, **call.kwargs)
 
     fsdp._optim_state_dict_impl = staticmethod(_optim_state_dict_impl)
@@ -114,15 +114,16 @@ def _drop_empty_entries(optimizer: Any) -> None:
             del optimizer.state[param]
 
 
-def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) -> None:
+def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any] | None, info: Any) -> None:
     """Warns that torch does not load the saved state of parameters that are frozen now."""
     if not isinstance(owner_of(optimizer), ShardedOptimizer):
         return
-    state_dict = state_dict or {}
-    saved, names_of = state_dict.get("state", state_dict), getattr(info, "fqn_param_mapping", {})
-    keys = {key.removeprefix("state.").rpartition(".")[0] if saved is state_dict else key for key in saved}
+    state_dict, names_of = state_dict or {}, getattr(info, "fqn_param_mapping", {})
+    # Flattened by torch, the state has the keys state.<name>.<entry>.
+    flattened = {key.removeprefix("state.").rpartition(".")[0] for key in state_dict}
+    saved = state_dict.get("state", flattened)
     frozen = [param for group in optimizer.param_groups for param in group["params"] if not param.requires_grad]
-    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in keys)
+    lost = sorted(name for param in frozen for name in names_of.get(param, ()) if name in saved)
     if lost:
         warn_user(
             f"got saved state of {', '.join(lost[:4])}, which requires no gradient: torch's set_optimizer_state_dict "
@@ -131,28 +132,29 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any], info: Any) ->
         )
 
 
-def _packed(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed.
+def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed, for any number of ranks.
 
-    If the optimizer has no state yet, trainable parameters get the initial state of their first step, because
+    Param groups lose the entry with this rank's elements, and get one with the names of the packed moments. If the
+    optimizer has no state yet, trainable parameters get the initial state of their first step, because
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """
-    specs = _flat_specs(optimizer)
-    words = words_of(spec for _, spec in specs.values())
-    old = state_dict["state"]
-    state = dict(old)
+    specs = _flattened_specs(optimizer)
+    words = words_per_element(spec for _, spec in specs.values())
+    unpacked = state_dict["state"]
+    state = dict(unpacked)
     for index, (param, spec) in specs.items():
-        if not old and param.requires_grad:
-            state[index] = pack(spec, spec.new(param.device), words)
-        elif old.get(index):
-            state[index] = pack(spec, old[index], words)
-    groups = [{key: x for key, x in group.items() if key != HELD} for group in state_dict["param_groups"]]
+        if not unpacked and param.requires_grad:
+            state[index] = pack(spec, spec.new_state(param.device), words)
+        elif unpacked.get(index):
+            state[index] = pack(spec, unpacked[index], words)
+    groups = [{key: x for key, x in group.items() if key != HELD_ELEMENTS} for group in state_dict["param_groups"]]
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        saved[PACKED_MOMENTS] = moments_of(optimizer._internals.state_of(param, group) for param in group["params"])
+        saved[PACKED_MOMENTS] = packed_moments(optimizer._internals.state_of(param, group) for param in group["params"])
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
+def _flattened_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSpec]]:
     """An optimizer's parameters of FSDP1 and the descriptions of their state, by their indices in state dicts."""
     listed = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     return {
@@ -165,9 +167,9 @@ def _flat_specs(optimizer: ShardedOptimizer) -> dict[int, tuple[Tensor, TensorSp
 def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
     """Raises RuntimeError on every rank if dequantized state of FSDP1's parameters has second moments of rows."""
     owner = owner_of(optimizer)
-    if _is_ours(state_dict) or not isinstance(owner, ShardedOptimizer):
+    if _is_from_shardopt(state_dict) or not isinstance(owner, ShardedOptimizer):
         return
-    if any(ROW_MOMENTS in spec.entries for _, spec in _flat_specs(owner).values()):
+    if any(ROW_MOMENTS in spec.entries for _, spec in _flattened_specs(owner).values()):
         raise RuntimeError(
             f"got dequantized state with {ROW_MOMENTS} for torch's optim_state_dict of FSDP1, which carries state of "
             "the parameters' shapes only, expected the optimizer's own state, which is packed; leave dequantize out"
@@ -185,10 +187,10 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
-    is_refused = _is_ours(state_dict) and not _is_carried(state_dict)
+    is_refused = _is_from_shardopt(state_dict) and not _can_be_sharded(state_dict)
     if rank0_only:  # other ranks would wait for rank 0
         ranks = rank_group_of(group())
-        is_refused = on_any_rank([ranks], ranks.rank == 0 and is_refused)
+        is_refused = all_reduce_any([ranks], ranks.rank == 0 and is_refused)
     if is_refused:
         raise RuntimeError(
             "got shardopt's state in codes and scales for torch's optim_state_dict_to_load of FSDP1, which cuts state "
@@ -199,16 +201,16 @@ def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Cal
 
 def _has_flat_shards(optimizer: Any) -> bool:
     """Whether an optimizer is shardopt's, or a wrapper of one, and has parameters that FSDP1 flattened."""
-    return any(is_own(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
+    return any(is_shardopt(group) and any(map(_is_flattened, group["params"])) for group in optimizer.param_groups)
 
 
-def _is_ours(state_dict: Mapping[str, Any] | None) -> bool:
+def _is_from_shardopt(state_dict: Mapping[str, Any] | None) -> bool:
     """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
-        return any(is_own(group) for group in state_dict["param_groups"])
+        return any(is_shardopt(group) for group in state_dict["param_groups"])
     options = {key.rpartition(".")[2] for key in state_dict if key.startswith("param_groups.")}
-    return is_own(options)
+    return is_shardopt(options)
 
 
 def _is_flattened(param: Tensor) -> bool:
@@ -216,8 +218,8 @@ def _is_flattened(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def _is_carried(state_dict: Mapping[str, Any]) -> bool:
+def _can_be_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether torch can shard a state dict of shardopt: state is packed, or has step counts only."""
     states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
-    bare = all(key == "step" for entries in states for key in entries)
-    return "state" in state_dict and (bare or any(is_packed(entries) for entries in states))
+    has_steps_only = all(key == "step" for entries in states for key in entries)
+    return "state" in state_dict and (has_steps_only or any(is_packed(entries) for entries in states))

@@ -5,14 +5,15 @@ A hook is installed once its module is imported by somebody else; shardopt does 
 
 from __future__ import annotations
 
+import copy
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Container, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 #: By package, as ``SHARDOPT_HOOKS`` names it: modules that are hooked into, and the functions that install the hooks.
 HOOKS = {
@@ -34,7 +35,7 @@ HOOKS = {
         # TrainingArguments(optim=...) takes our optimizers' names.
         ("transformers.training_args", "clients.names:add_names"),
         # Trainer finds our optimizers' classes by these names.
-        ("transformers.trainer", "clients.names:find_by_name"),
+        ("transformers.trainer", "clients.names:patch_trainer"),
     ),
 }
 PACKAGES = tuple(HOOKS)
@@ -78,12 +79,12 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, callback))
 
 
+@dataclass(eq=False)
 class _Finder(MetaPathFinder):
-    """Import finder for one module: asks the other finders, and wraps the loader to call back after the import."""
+    """Import finder for one module: asks the other finders, and has the loader call back after the import."""
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._callback = callback
+    _name: str
+    _callback: Callable[[ModuleType], None]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -93,23 +94,12 @@ class _Finder(MetaPathFinder):
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._callback)  # type: ignore[assignment]
+            execute, loader = spec.loader.exec_module, copy.copy(spec.loader)  # the loader itself may be shared
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._callback(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader = loader
         return spec
-
-
-class _Loader:
-    """Wraps a module's loader to run a callback after it; the loader itself, which may be shared, is not changed."""
-
-    def __init__(self, loader: Loader, callback: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._callback = callback
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)  # create_module, get_source and the like
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._callback(module)

@@ -11,12 +11,7 @@ from torch.nn import Module
 
 @contextmanager
 def replaced_parameters(model: Module, tensors: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Context in which every module that holds a parameter with a replacement holds the replacement instead.
-
-    Args:
-        model: the model.
-        tensors: the replacements, by parameter; other parameters stay.
-    """
+    """Context in which the modules of a model hold ``tensors`` in place of the parameters that are their keys."""
     places = [
         (module._parameters, name, param)
         for module in model.modules()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ from torch.distributed.distributed_c10d import (
 from shardopt.layout import RankGroup
 
 
-def own_device(kind: str, group: ProcessGroup | None = None) -> torch.device:
+def local_device(device_type: str, group: ProcessGroup | None = None) -> torch.device:
     """This rank's device of a type ("cpu", "cuda"): the device that the group is bound to, else the current one."""
-    if kind == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
     bound: torch.device | None = getattr(group, "bound_device_id", None)
-    return bound if bound is not None else torch.device(kind, getattr(torch, kind).current_device())
+    return bound if bound is not None else torch.device(device_type, getattr(torch, device_type).current_device())
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
@@ -41,10 +41,10 @@ def device_of(group: ProcessGroup | None) -> torch.device:
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     devices = {device.type for device in group._device_types}
-    return own_device("cpu" if "cpu" in devices or not devices else sorted(devices)[0], group)
+    return local_device("cpu" if "cpu" in devices or not devices else sorted(devices)[0], group)
 
 
-def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
+def move_to(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor, copied to the device unless its device is of the same kind: NCCL cannot reach an offloaded tensor.
 
     A tensor on a GPU stays there, whichever GPU is the current one.
@@ -52,23 +52,19 @@ def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type == device.type else tensor.to(device)
 
 
-_joint_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = {}
+_made_groups: dict[tuple[ProcessGroup | None, tuple[int, ...]], ProcessGroup] = {}
 
 
-def joint_group(ranks: Sequence[int]) -> ProcessGroup:
-    """The process group of some ranks, made once and then cached; all of these ranks must call this.
-
-    Args:
-        ranks: the global rank numbers, ascending.
-    """
+def make_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Makes the process group of global ranks (ascending), or returns the one made before. Collective among them."""
     world = GroupMember.WORLD
     if world is not None and len(ranks) == get_world_size():
         return world
-    joint = _joint_groups.get((world, tuple(ranks)))
-    if joint is None:
-        joint = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
-        _joint_groups[world, tuple(ranks)] = joint
-    return joint
+    group = _made_groups.get((world, tuple(ranks)))
+    if group is None:
+        group = new_group(list(ranks), use_local_synchronization=True)  # type: ignore[no-untyped-call]
+        _made_groups[world, tuple(ranks)] = group
+    return group
 
 
 @dataclass(frozen=True)
@@ -90,31 +86,31 @@ class TorchRankGroup(RankGroup):
         self._all_reduce(tensor, ReduceOp.SUM)
 
     @property
-    def number(self) -> int:
-        """See :class:`shardopt.layout.RankGroup`."""
+    def global_rank(self) -> int:
         return get_rank()
 
     @property
-    def numbers_in_world(self) -> tuple[tuple[int, ...], ...]:
-        """See :class:`shardopt.layout.RankGroup`."""
-        # After destroy_process_group() and another init_process_group() DTensors may still have the old groups.
+    def global_ranks_by_group(self) -> tuple[tuple[int, ...], ...]:
+        # After destroy_process_group() and another init_process_group() DTensors may still have the old groups, which
+        # get_process_group_ranks() does not know: groups of one rank still work.
         return tuple(
             (get_rank(),) if group.size() == 1 else tuple(get_process_group_ranks(group)) for group in self.groups
         )
 
-    def gathered(self, message: bytes) -> dict[int, bytes]:
-        """See :class:`shardopt.layout.RankGroup`."""
+    def all_gather(self, message: bytes) -> dict[int, bytes]:
         messages = {get_rank(): message}
-        for group, numbers in zip(self.groups, self.numbers_in_world, strict=True):
+        for group, global_ranks in zip(self.groups, self.global_ranks_by_group, strict=True):
             if len(messages) == 1:
-                messages = dict(zip(numbers, self._all_gathered(group, message), strict=True))
+                messages = dict(zip(global_ranks, self._all_gather(group, message), strict=True))
                 continue
+            # Further groups, along other mesh dimensions, exchange what the ranks know from the groups before.
             text = json.dumps({rank: known.hex() for rank, known in messages.items()}).encode()
-            for of_rank in map(json.loads, self._all_gathered(group, text)):
-                messages.update((int(rank), bytes.fromhex(known)) for rank, known in of_rank.items())
+            for known_there in map(json.loads, self._all_gather(group, text)):
+                messages.update((int(rank), bytes.fromhex(known)) for rank, known in known_there.items())
         return messages
 
-    def _all_gathered(self, group: ProcessGroup, message: bytes) -> list[bytes]:
+    def _all_gather(self, group: ProcessGroup, message: bytes) -> list[bytes]:
+        """All-gathers messages in one process group: their lengths, then, unless all are empty, the bytes, padded."""
         length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
         lengths = [torch.empty_like(length) for _ in range(get_world_size(group))]
         all_gather(lengths, length, group=group)
@@ -128,37 +124,32 @@ class TorchRankGroup(RankGroup):
         all_gather(received, sent, group=group)
         return [data[:size].cpu().numpy().tobytes() for size, data in zip(sizes, received, strict=True)]
 
-    def within_reach(self, tensor: Tensor) -> Tensor:
-        """The tensor on a device that the groups' back end reaches; see :class:`shardopt.layout.RankGroup`."""
-        return moved_to(self.device, tensor)
+    def to_group_device(self, tensor: Tensor) -> Tensor:
+        return move_to(self.device, tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
-        """Begins to send a part of a tensor to each rank of the group; see :class:`shardopt.layout.RankGroup`."""
-        (only,) = self.groups
+        (group,) = self.groups
         bytes_received, bytes_sent = (
             [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
         )
         received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
-        work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=only, async_op=True)
-        wait: Callable[[], object] = work.wait
-        return wait
+        work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=group, async_op=True)
+        return cast(Callable[[], object], work.wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Begins to send one rank's tensor to all of the group; see :class:`shardopt.layout.RankGroup`."""
-        (only,) = self.groups
-        work = broadcast(tensor, get_global_rank(only, source), group=only, async_op=True)
+        (group,) = self.groups
+        work = broadcast(tensor, get_global_rank(group, source), group=group, async_op=True)
         assert work is not None
-        wait: Callable[[], object] = work.wait
-        return wait
+        return cast(Callable[[], object], work.wait)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        there = self.within_reach(tensor)
+        reduced = self.to_group_device(tensor)
         for group in self.groups:
-            all_reduce(there, op, group=group)
-        if there is not tensor:
-            tensor.copy_(there)
+            all_reduce(reduced, op, group=group)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
 
 def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:
@@ -166,4 +157,4 @@ def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     on_gpu = get_backend(group) != "gloo" and torch.cuda.is_available()
-    return TorchRankGroup((group,), own_device("cuda" if on_gpu else "cpu", group))
+    return TorchRankGroup((group,), local_device("cuda" if on_gpu else "cpu", group))

@@ -5,41 +5,59 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, on_any_rank, reduce_together
+from shardopt.layout import BlockGrid, FlatShard, RankGroup, Shard, all_or_none, all_reduce_any, reduce_together
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_spec import TensorSpec
+from shardopt.state.tensor_spec import LoadedEntries, TensorSpec
 
 
-def shared_blocks(spec: SliceSpec) -> list[int]:
+def cut_quantized_blocks(spec: SliceSpec) -> list[int]:
     """Indices, in the parameter's block grid, of quantized blocks that flat shards cut; the same list on all ranks."""
-    return cut_blocks(spec.shard, spec.grid) if spec.codec.blockwise else []
+    return _cut_blocks(spec.shard, spec.grid) if spec.codec.blockwise else []
 
 
-def cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
+def _cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
     """Indices of the blocks of ``grid`` that are split between ranks with flat shards; the same list on all ranks."""
     return shard.cut_blocks(grid) if isinstance(shard, FlatShard) and shard.ranks is not None else []
 
 
-def held_of(numbers: Sequence[int], shard: Shard, grid: BlockGrid) -> tuple[list[int], list[int]]:
-    """Positions in ``numbers`` (indices of cut blocks) that this rank holds, and those blocks' rows in its scales."""
-    first, end = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, 0)
-    held = [place for place, number in enumerate(numbers) if first <= number < end]
-    return held, [numbers[place] - first for place in held]
+class SharedBlocks(NamedTuple):
+    """The blocks of one slice that ranks share and therefore all-reduce data of, in the order of the message.
+
+    Attributes:
+        block_count: the number of blocks in the message, the same on all ranks.
+        in_message: the indices in the message of the blocks of which this rank has elements.
+        in_scales: the indices of the same blocks in this rank's scales.
+    """
+
+    block_count: int
+    in_message: list[int] | slice
+    in_scales: list[int] | slice
+
+
+def shared_blocks(shard: Shard, grid: BlockGrid) -> SharedBlocks:
+    """The blocks that flat shards cut; for column shards that cut blocks, all blocks of this rank's rows."""
+    if shard.block_owners(grid) is not None:
+        return SharedBlocks(math.prod(shard.scales(grid).local_shape), slice(None), slice(None))
+    numbers = _cut_blocks(shard, grid)
+    first, end = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, 0)
+    in_message = [index for index, number in enumerate(numbers) if first <= number < end]
+    return SharedBlocks(len(numbers), in_message, [numbers[index] - first for index in in_message])
 
 
 def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
     """The ranks that must agree on scales, as blocks of the parameter are split between them; None if none is."""
-    if shared_blocks(spec):
+    if cut_quantized_blocks(spec):
         return spec.shard.holders
-    return spec.shard.block_owners(spec.grid) if spec.exchanges_columns else None
+    return spec.shard.block_owners(spec.grid) if spec.has_column_cut_blocks else None
 
 
-class Floats(NamedTuple):
+class FloatMoments(NamedTuple):
     """The float moments of one slice, as input of :func:`encode_slices`.
 
     Attributes:
@@ -53,21 +71,19 @@ class Floats(NamedTuple):
     name: str
 
 
-def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = ()) -> list[StateDict | None]:
-    """Quantizes float moments to state entries; ranks that share a block all-reduce its extremes to get equal scales.
+def encode_slices(slices: Sequence[FloatMoments], rank_groups: Sequence[RankGroup] = ()) -> list[StateDict | None]:
+    """Quantizes float moments to state entries. Collective: ranks that share blocks all-reduce the blocks' extremes.
 
     All ranks that share blocks must call this with the same slices in the same order. If one rank of a group fails,
-    for example for lack of memory, all ranks of the group raise.
-
-    Raises:
-        ValueError: only some of the ranks with column shards of a parameter have moments of it.
+    for example for lack of memory, or because only some ranks with column shards of a parameter have moments of it, all
+    ranks of the group raise.
     """
     agreed: list[dict[str, Tensor]] = [{} for _ in slices]
-    for relative in (False, True):  # True: moments coded in units of another's root
-        messages = all_or_none(rank_groups, partial(_messages, slices, agreed, relative=relative))
-        for ranks, parts in messages.items():
-            reduce_together(ranks.all_reduce_max, list(parts.values()))
-        all_or_none(rank_groups, partial(_take, messages, slices, agreed))
+    for relative in (False, True):  # moments in units of another's root come second: its agreed scales must be known
+        messages = all_or_none(rank_groups, partial(_local_extremes, slices, agreed, relative=relative))
+        for ranks, message in messages.items():
+            reduce_together(ranks.all_reduce_max, list(message.values()))
+        agreed = all_or_none(rank_groups, partial(_with_reduced, agreed, messages, slices))
     encoded = zip(slices, agreed, strict=True)
     return all_or_none(
         rank_groups, lambda: [None if x.values is None else x.spec.encode(x.values, known) for x, known in encoded]
@@ -75,97 +91,86 @@ def encode_slices(slices: Sequence[Floats], rank_groups: Sequence[RankGroup] = (
 
 
 def encode_loaded(
-    specs: Sequence[TensorSpec],
-    loaded: Sequence[Mapping[str, Any] | None],
-    names: Sequence[str],
-    rank_groups: Sequence[RankGroup],
-) -> list[Mapping[str, Any] | None]:
+    specs: Sequence[TensorSpec], loaded: Sequence[LoadedEntries], names: Sequence[str], groups: Sequence[RankGroup]
+) -> list[LoadedEntries]:
     """Quantizes the float moments in loaded state (as torch.optim saves it); leaves other entries unchanged.
 
-    All ranks that share parameters must call this with the same tensors, in the same order. Entries have passed
-    :meth:`TensorSpec.check_loaded`; they are None for a tensor without state.
-
-    Raises:
-        ValueError: see :func:`encode_slices`.
+    Collective: all ranks that share parameters must call this with the same tensors, in the same order. Entries have
+    passed :meth:`TensorSpec.check_loaded`. Raises what :func:`encode_slices` does.
     """
-    slices: list[Floats] = []
+    slices: list[FloatMoments] = []
     for spec, entries, name in zip(specs, loaded, names, strict=True):
         values: Sequence[Sequence[Tensor] | None] = [None] * len(spec.slices)
-        if entries and spec.has_floats(entries):
+        if entries and spec.has_float_moments(entries):
             values = spec.split_moments(entries)
-        slices += [Floats(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
-    if not on_any_rank(rank_groups, any(x.values is not None for x in slices)):
+        slices += [FloatMoments(slice_, x, name) for slice_, x in zip(spec.slices, values, strict=True)]
+    if not all_reduce_any(groups, any(x.values is not None for x in slices)):
         return list(loaded)
-    encoded = iter(encode_slices(slices, rank_groups))
-    results: list[Mapping[str, Any] | None] = []
+    encoded = iter(encode_slices(slices, groups))
+    results: list[LoadedEntries] = []
     for spec, entries in zip(specs, loaded, strict=True):
-        states = [state for _ in spec.slices if (state := next(encoded)) is not None]
+        # Of a tensor's slices, all or none had float moments.
+        states = [state for state in islice(encoded, len(spec.slices)) if state is not None]
         if entries is not None and states:
             floats = {moment.name for moment in spec.moments}
-            entries = {**{k: v for k, v in entries.items() if k not in floats}, **spec.join(states)}
+            others = {key: value for key, value in entries.items() if key not in floats}
+            entries = {**others, **spec.join(states)}
         results.append(entries)
     return results
 
 
-#: Extremes of shared blocks that are all-reduced: int32 ``(blocks, 2)`` on the CPU, by slice index and moment name. For
-#: column shards, the name "" has the flags (has moments to encode, has none), which find ranks that disagree.
-_Parts = dict[tuple[int, str], Tensor]
+#: A message to all-reduce: by slice index and moment name, extremes of shared blocks, int32 ``(blocks, 2)`` on the CPU.
+_Message = dict[tuple[int, str], Tensor]
+
+#: In place of a moment's name: two flags, whether a rank has moments to encode and whether one has none. Both are set
+#: after the all-reduce if the ranks with column shards of a parameter disagree.
+_FLAGS = ""
 
 
-def _messages(
-    slices: Sequence[Floats], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
-) -> dict[RankGroup, _Parts]:
-    """Computes this rank's extremes of shared blocks, by the rank group that will all-reduce them.
+def _local_extremes(
+    slices: Sequence[FloatMoments], agreed: Sequence[Mapping[str, Tensor]], *, relative: bool
+) -> dict[RankGroup, _Message]:
+    """Computes the extremes that this rank contributes, by the rank group that will all-reduce them.
 
     ``relative`` selects moments that are coded in units of another moment's root; otherwise all others are taken.
     """
-    messages: dict[RankGroup, _Parts] = {}
+    messages: dict[RankGroup, _Message] = {}
     for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
-        ranks = sharing_ranks(spec)
-        moments = [m for m in spec.moments if spec.has_scales(m)]
-        names = [m.name for m in moments if (spec.relative and m.is_relative(spec.codec)) == relative]
+        ranks, moments = sharing_ranks(spec), [m for m in spec.moments if spec.has_scales(m)]
+        are_relative = {m.name for m in moments if spec.has_relative_moments and m.is_relative(spec.codec)}
+        names = [m.name for m in moments if (m.name in are_relative) == relative]
         if ranks is None or not names:
             continue
-        parts, (count, sent, local) = messages.setdefault(ranks, {}), _places(spec)
+        message, blocks = messages.setdefault(ranks, {}), shared_blocks(spec.shard, spec.grid)
         if not relative and not isinstance(spec.shard, FlatShard):
-            parts[index, ""] = torch.tensor([[values is not None, values is None]], dtype=torch.int32, device="cpu")
-        found = {} if values is None else {name: _new_extremes(spec, values[0].device) for name in names}
-        if values is not None:
-            spec.encode(values, known, found)
+            flags = [[values is not None, values is None]]
+            message[index, _FLAGS] = torch.tensor(flags, dtype=torch.int32, device="cpu")
+        extremes = {} if values is None else spec.extremes(values, known)
         for name in names:
-            part = parts[index, name] = torch.zeros((count, 2), dtype=torch.int32, device="cpu")
-            if found:
-                part[sent] = found[name][local].cpu()
+            message[index, name] = torch.zeros((blocks.block_count, 2), dtype=torch.int32, device="cpu")
+            if values is not None:
+                message[index, name][blocks.in_message] = extremes[name][blocks.in_scales].cpu()
     return messages
 
 
-def _take(messages: Mapping[RankGroup, _Parts], slices: Sequence[Floats], agreed: Sequence[dict[str, Tensor]]) -> None:
-    """Copies all-reduced extremes of this rank's blocks to ``agreed``; raises if only some ranks have moments."""
-    for (index, moment), part in (item for parts in messages.values() for item in parts.items()):
+def _with_reduced(
+    agreed: Sequence[Mapping[str, Tensor]], messages: Mapping[RankGroup, _Message], slices: Sequence[FloatMoments]
+) -> list[dict[str, Tensor]]:
+    """Returns each slice's ``agreed`` extremes, by moment, with the all-reduced ones of this rank's blocks added.
+
+    Raises ValueError if only some of the ranks with column shards of a parameter have moments of it.
+    """
+    results = [dict(known) for known in agreed]
+    for (index, moment), reduced in (item for message in messages.values() for item in message.items()):
         spec, values, name = slices[index]
-        if not moment:
-            if part.all():
+        if moment == _FLAGS:
+            if reduced.all():
                 raise ValueError(
                     f"{name}: got float moments on some ranks only, expected them on all or on none; load what all "
                     "ranks saved together"
                 )
         elif values is not None:
-            _, sent, local = _places(spec)
-            extremes = agreed[index][moment] = _new_extremes(spec, values[0].device)
-            extremes[local] = part[sent].to(extremes.device)
-
-
-def _new_extremes(spec: SliceSpec, device: torch.device) -> Tensor:
-    """Zeros for two extremes per block of this rank: 0 is neutral in the maximum that is taken later."""
-    return torch.zeros((math.prod(spec.shard.scales(spec.grid).local_shape), 2), dtype=torch.int32, device=device)
-
-
-def _places(spec: SliceSpec) -> tuple[int, list[int] | slice, list[int] | slice]:
-    """Block count of a slice's all-reduce, the indices in it of this rank's blocks, and their indices in its scales.
-
-    Column shards all-reduce the extremes of all blocks of their rows.
-    """
-    if not isinstance(spec.shard, FlatShard):
-        return math.prod(spec.shard.scales(spec.grid).local_shape), slice(None), slice(None)
-    numbers = shared_blocks(spec)
-    return len(numbers), *held_of(numbers, spec.shard, spec.grid)
+            blocks = shared_blocks(spec.shard, spec.grid)
+            extremes = results[index][moment] = spec.zero_extremes(values[0].device)
+            extremes[blocks.in_scales] = reduced[blocks.in_message].to(extremes.device)
+    return results

@@ -14,36 +14,37 @@ from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 
-def joined(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Joins parameter and low bits to float32 weights, sharded like the parameter. ``state`` may still be empty."""
+def float32_weights(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """Joins parameter and low bits to new float32 weights, sharded like the parameter. ``state`` may be empty."""
     local = spec.shard.local(param.detach())
     weights = local.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if spec.weights.low_bits and state:
-        _check_state(state)
+        _check_has_low_bits(state)
         for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
-            # The state may be in the host's memory.
-            stored = spec.weights.load(slice_.elements(local), slice_state[LOW_BITS].to(local.device))
-            slice_.elements(weights).copy_(stored)
+            low_bits = slice_state[LOW_BITS].to(local.device)  # offloaded state is in the host's memory
+            slice_.elements(weights).copy_(spec.weights.load(slice_.elements(local), low_bits))
     return spec.shard.like_parameter(weights)
 
 
-#: The parameter's dtype at the last call of :func:`fit_low_bits`, by the tensor with the state's step count.
-_SEEN: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
+#: The parameter's dtype at the last call of :func:`reset_stale_low_bits`, by the tensor with the state's step count.
+_LAST_DTYPES: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
-def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
-    """Drops or resets low bits, with a warning, if the parameter was cast to another dtype after a step.
+def reset_stale_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
+    """If the parameter was cast to another dtype since the last call, drops its low bits with a warning, in ``state``.
 
-    Master weights then equal the parameter again. Changes ``state`` in place; new low bits are on ``device``.
+    If the state must have low bits, allocates zeros on ``device``: master weights then equal the parameter.
     """
-    step, has, wants = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
-    seen = param.dtype
+    step, has, needs = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
+    last_dtype = param.dtype
     if isinstance(step, Tensor):
-        seen, _SEEN[step] = _SEEN.get(step, seen), param.dtype
-    if (has and not wants) or (seen != param.dtype and (has or wants)):
+        last_dtype = _LAST_DTYPES.get(step, param.dtype)
+        _LAST_DTYPES[step] = param.dtype
+    was_cast = last_dtype != param.dtype and (has or needs)
+    if was_cast or (has and not needs):  # a float32 parameter needs none
         state.pop(LOW_BITS, None)
-        if wants:
-            state[LOW_BITS] = spec.like(LOW_BITS, spec.entries[LOW_BITS].new(device))
+        if needs:
+            state[LOW_BITS] = spec.wrap_local(LOW_BITS, spec.entries[LOW_BITS].allocate(device))
         warn_user(
             f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
             "weights begin equal to the parameters; take full_precision_parameters() before a cast, and load them "
@@ -52,37 +53,37 @@ def fit_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torc
         )
 
 
-def check_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
-    """Checks that weights, by parameter, can be loaded into all parameters of an optimizer.
-
-    Raises:
-        ValueError: weights are missing, unknown or of another shape, dtype or sharding.
-    """
+def check_float32_weights(weights: Mapping[Tensor, Tensor], params: Collection[Tensor]) -> None:
+    """Raises ValueError if weights, by parameter, are missing, unknown or of another shape, dtype or sharding."""
     if weights.keys() != set(params):
         raise ValueError(
             f"got weights of {len(weights)} parameters, {len(weights.keys() & set(params))} of them the optimizer's, "
             f"expected all {len(params)} of these; take the keys from full_precision_parameters()"
         )
-    for place, param in enumerate(params):
-        given, expected = weights[param], _described(param, torch.float32)
-        got = _described(given, given.dtype) if isinstance(given, Tensor) else type(given).__name__
+    for index, param in enumerate(params):
+        given, expected = weights[param], _format_text(param, torch.float32)
+        got = _format_text(given, given.dtype) if isinstance(given, Tensor) else type(given).__name__
         if got != expected:
-            raise ValueError(f"parameter {place}: got weights {got}, expected {expected}; shard and cast them so")
+            raise ValueError(f"parameter {index}: got weights {got}, expected {expected}; shard and cast them so")
 
 
-def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device) -> StateDict:
-    """Writes float32 weights, sharded like the parameter, to the parameter and the low bits; returns the state.
+def store_float32_weights(
+    spec: TensorSpec, param: Tensor, state: StateDict, weights: Tensor, device: torch.device
+) -> StateDict:
+    """Writes float32 weights, sharded like the parameter, into the parameter and the state's low bits.
 
-    If low bits must be kept and ``state`` is empty, makes a new state on ``device``; but a frozen parameter gets none,
-    and the weights are rounded to its dtype.
+    Returns:
+        The state: ``state``, or a new one on ``device`` if ``state`` is empty and low bits must be stored. A frozen
+        parameter gets no state: its weights are rounded to its dtype.
     """
     local, wide = spec.shard.local(param.detach()), spec.shard.local(weights.detach()).to(param.device)
-    if not spec.weights.low_bits or local.numel() == 0 or not (state or param.requires_grad):
+    is_frozen = not (state or param.requires_grad)
+    if not spec.weights.low_bits or local.numel() == 0 or is_frozen:
         local.copy_(wide)
         return state
-    state = state or spec.new(device)
-    _check_state(state)
-    local.copy_(wide)  # includes padding, which is in no slice
+    state = state or spec.new_state(device)
+    _check_has_low_bits(state)
+    local.copy_(wide)  # for the padding, which is in no slice
     for slice_, slice_state in zip(spec.slices, spec.split(state), strict=True):
         rounded, low_bits = spec.weights.store(slice_.elements(wide))
         assert low_bits is not None
@@ -91,7 +92,7 @@ def split_into(spec: TensorSpec, param: Tensor, state: StateDict, weights: Tenso
     return state
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def _check_has_low_bits(state: Mapping[str, Any]) -> None:
     if LOW_BITS not in state:
         raise RuntimeError(
             f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the optimizer "
@@ -99,7 +100,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
         )
 
 
-def _described(x: Tensor, dtype: torch.dtype) -> str:
+def _format_text(x: Tensor, dtype: torch.dtype) -> str:
     placements = getattr(x, "placements", None)
     sharding = "" if placements is None else f" placed {placements}"
     return f"{tuple(x.shape)} of {dtype}{sharding}"

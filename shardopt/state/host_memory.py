@@ -15,17 +15,18 @@ _PAGE = 4096  # bytes
 _ALIGNMENT = 64  # of each tensor, in bytes
 
 
-def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state") -> list[Tensor]:
-    """Allocates uninitialized CPU tensors with the shapes and dtypes of ``likes`` in one contiguous buffer.
+def allocate_host_tensors(
+    formats: Sequence[Tensor], *, pin: torch.device | None, what: str = "the state"
+) -> list[Tensor]:
+    """Allocates uninitialized CPU tensors with the shapes and dtypes of ``formats`` in one contiguous buffer.
 
     The buffer is freed when the last tensor is. Each tensor has its own storage, as torch.save refuses several dtypes
     in one. With ``pin`` the buffer is pinned for copies of that GPU. ``what`` names the contents in errors.
 
-    Raises:
-        MemoryError: the host has too little memory, or refuses to lock it.
+    Raises MemoryError if the host has too little memory, or refuses to pin it.
     """
-    *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes), initial=0)
-    demand_memory(nbytes, ranks=1)  # other ranks may have their memory already
+    *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in formats), initial=0)
+    demand_host_memory(nbytes, ranks=1)  # other ranks may have their memory already
     try:
         pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
@@ -40,17 +41,17 @@ def make_homes(likes: Sequence[Tensor], *, pin: torch.device | None, what: str =
         from shardopt.kernels.transfers_cuda import pin_memory
 
         pin_memory(memory, array, pin)
-    homes = []
-    for offset, like in zip(offsets, likes, strict=True):
+    tensors = []
+    for offset, like in zip(offsets, formats, strict=True):
         if like.nbytes:
             part = torch.from_numpy(array[offset : offset + like.nbytes])
-            homes.append(part.view(like.dtype).view(like.shape))
+            tensors.append(part.view(like.dtype).view(like.shape))
         else:  # NumPy's empty arrays have strides of 0
-            homes.append(torch.empty_like(like, device="cpu"))
-    return homes
+            tensors.append(torch.empty_like(like, device="cpu"))
+    return tensors
 
 
-def demand_memory(nbytes: int, ranks: int) -> None:
+def demand_host_memory(nbytes: int, ranks: int) -> None:
     """Raises MemoryError if the host has less available memory than ``nbytes`` for each of its ``ranks``."""
     available = _available_host_bytes()
     if available is not None and nbytes * ranks > available:

@@ -27,18 +27,14 @@ def check_keys(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
-    """Checks that entry ``key`` of parameter ``name`` is a dense tensor with type, shape and sharding of ``expected``.
-
-    Raises:
-        ValueError: the entry is no dense tensor with values, or has another type, shape or sharding.
-    """
-    alike = (
+    """Raises ValueError unless entry ``key`` is a dense tensor with the type, shape and sharding of ``expected``."""
+    is_alike = (
         isinstance(value, Tensor)
         and type(value) is type(expected)
         and value.shape == expected.shape
         and getattr(value, "placements", None) == getattr(expected, "placements", None)
     )
-    if not alike:
+    if not is_alike:
         got = f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
         raise ValueError(
             f"{name}: got {key} as {got}, expected {type(expected).__name__} {tuple(expected.shape)}; load "
@@ -53,18 +49,14 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
 
 
 def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
-    """Checks the dtype and the values of this rank's part of a loaded float moment.
-
-    Raises:
-        ValueError: the moment has no float dtype, is not finite, or is below zero and not ``signed``.
-    """
+    """Raises ValueError if a loaded moment (this rank's part) is no float, not finite, or unsigned and below zero."""
     if not value.dtype.is_floating_point:
         raise ValueError(f"{name}: got {key} of {value.dtype}, expected floats; was it saved by another optimizer?")
     if not are_finite(value, signed=signed):
-        raise unsound(key, name, signed=signed)
+        raise invalid_values_error(key, name, signed=signed)
 
 
-def unsound(what: str, name: str, *, signed: bool) -> ValueError:
+def invalid_values_error(what: str, name: str, *, signed: bool) -> ValueError:
     """The error for NaN, Inf or wrongly negative values in state: one of them would spoil its whole block's codes."""
     got, expected = ("NaN or Inf", "") if signed else ("NaN, Inf or numbers below zero", " >= 0")
     return ValueError(
@@ -74,11 +66,7 @@ def unsound(what: str, name: str, *, signed: bool) -> ValueError:
 
 
 def checked_step(loaded: Mapping[str, Any], name: str) -> float:
-    """Returns the loaded step count, or 1 if there is none: torch's SGD saves momentum, but no count.
-
-    Raises:
-        ValueError: the step count is no single whole number >= 0.
-    """
+    """Returns the loaded step count, checked to be a whole number >= 0; 1 if there is none, as torch's SGD has none."""
     step = loaded.get("step", 1.0)
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
         step = step.item()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
+def param_name(group: Mapping[str, Any], index: int, position: int) -> str:
     """A parameter's name from ``param_names`` of its param group, or else its position, for errors and reports.
 
     Wrappers that put other tensors into a param group (DeepSpeed's flat masters) leave ``param_names`` unchanged: if
@@ -20,7 +20,7 @@ def listed_name(group: Mapping[str, Any], index: int, position: int) -> str:
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
+def naming_errors(name: str) -> Iterator[None]:
     """Context manager that puts a parameter's name before the message of a plain RuntimeError raised inside."""
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -11,16 +10,12 @@ from typing import Any, Literal, TypedDict, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack as Unpack
 
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
-from shardopt.removed import explained
+from shardopt.removed import explain_removed
 from shardopt.state.warn import warn_user
-
-if sys.version_info >= (3, 11):
-    from typing import Unpack as Unpack
-else:
-    from typing_extensions import Unpack as Unpack
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE: int = _C.max_block_size
@@ -100,24 +95,20 @@ PLACEMENT = ("offload",)
 TABLE_FORMAT = (*STATE_FORMAT, "stochastic_rounding", "stochastic_rounding_seed")
 
 
-def is_own(options: Container[str]) -> bool:
-    """Whether a param group, live or from a state dict, belongs to one of shardopt's own optimizers."""
+def is_shardopt(options: Container[str]) -> bool:
+    """Whether a param group, of an optimizer or a state dict, belongs to one of shardopt's own optimizers."""
     return all(option in options for option in STATE_FORMAT)
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the defaults of all options that are not given.
-
-    Raises:
-        TypeError: an option is unknown.
-    """
+    """Returns the options with the defaults of all that are not given. Raises TypeError if an option is unknown."""
     unknown = set(options) - set(DEFAULTS)
     if unknown:
         close = [match for name in sorted(unknown) for match in get_close_matches(name, DEFAULTS, 1)]
         raise TypeError(
             f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
             + (f"; did you mean {', '.join(close)}?" if close else "")
-            + explained(unknown)
+            + explain_removed(unknown)
         )
     return {**DEFAULTS, **options}
 
@@ -129,11 +120,11 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: isinstance(x, int) and MIN_BLOCK_SIZE <= x <= MAX_BLOCK_SIZE and not x & (x - 1),
         f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
     ),
-    "min_quantized_numel": (lambda x: is_whole(x) and x >= 0, "a whole number >= 0"),
+    "min_quantized_numel": (lambda x: is_int(x) and x >= 0, "a whole number >= 0"),
     "nonfinite": (lambda x: x in ("skip", "raise", "propagate"), "'skip', 'raise' or 'propagate'"),
-    "master_weight_bits": (lambda x: x is None or (is_whole(x) and x in (24, 32)), "None, 24 or 32"),
+    "master_weight_bits": (lambda x: x is None or (is_int(x) and x in (24, 32)), "None, 24 or 32"),
     "stochastic_rounding": (lambda x: isinstance(x, bool), "True or False"),
-    "stochastic_rounding_seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "stochastic_rounding_seed": (lambda x: is_int(x) and 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1"),
     "maximize": (lambda x: isinstance(x, bool), "True or False"),
     "offload": (lambda x: x in (None, "state", "step"), "None, 'state' or 'step'"),
     "differentiable": (lambda x: not x, "False: shardopt does not support it"),
@@ -141,11 +132,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Checks the options in a param group.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
+    """Raises ValueError if an option in a param group has a value that is not allowed."""
     for name, (is_allowed, expected) in _VALUES.items():
         if not is_allowed(group[name]):
             raise ValueError(f"{name}: got {group[name]!r}, expected {expected}")
@@ -167,11 +154,7 @@ def repays(group: Mapping[str, Any]) -> bool:
 
 
 def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Checks that weights of ``dtype`` are precise enough for ``repay``, if the param group has it on.
-
-    Raises:
-        ValueError: the param group repays, but its weights have 16 bits, in which the repayment would be lost again.
-    """
+    """Raises ValueError if a param group repays, but weights of ``dtype`` would lose the repayment by rounding."""
     if repays(group) and dtype in (torch.bfloat16, torch.float16) and group["master_weight_bits"] is None:
         raise ValueError(
             f"repay: got a parameter of {dtype} without master weights, expected float32 or master_weight_bits: 16-bit "
@@ -179,7 +162,7 @@ def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         )
 
 
-def is_whole(value: object) -> TypeGuard[int]:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -188,8 +171,8 @@ def is_whole(value: object) -> TypeGuard[int]:
 _SEQUENCES = ("betas", "split", "ns_coefficients")
 
 
-def make_plain(group: dict[str, Any]) -> None:
-    """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of Python numbers.
+def convert_sequences(group: dict[str, Any]) -> None:
+    """Converts sequences in a param group (lists, OmegaConf's ListConfig, arrays) to tuples of numbers, in place.
 
     State dicts that contain them can then be loaded with ``torch.load(weights_only=True)``.
     """
@@ -202,6 +185,7 @@ def make_plain(group: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Tuples in place of sequences at all depths, and Python's ints and floats in place of other number types."""
     if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -239,44 +223,37 @@ _RANGES = {
 
 
 def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
-    """Checks the hyper-parameters in a param group. A learning rate on a GPU is skipped: reading it would synchronize.
+    """Raises ValueError if a hyper-parameter in a param group is out of range, or infinite in float32.
 
-    Raises:
-        ValueError: a hyper-parameter is out of range, or infinite in float32.
+    A learning rate on a GPU is skipped: reading it would synchronize.
     """
     for name, (least, largest) in _RANGES.items():
         if name in group:
             _check_range(name, group[name], least, largest)
     betas = group.get("betas", (0.0,) * beta_count)
     if not isinstance(betas, (tuple, list)) or len(betas) != beta_count:
-        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {CORRECT}")
+        raise ValueError(f"betas: got {betas!r}, expected {beta_count} numbers; {REMEDY}")
     for index, beta in enumerate(betas):
         _check_range(f"betas[{index}]", beta, 0.0, _BELOW_ONE)
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
-    """Checks a hyper-parameter that is a number from 0 up to ``most``, or from 0 to below 1 if ``most`` is 1.
-
-    Raises:
-        ValueError: the hyper-parameter is no number, or out of range.
-    """
+    """Raises ValueError unless a hyper-parameter is a number from 0 to ``most``, or to below 1 if ``most`` is 1."""
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
 
-def check_flag(group: Mapping[str, Any], name: str) -> None:
-    """Checks a hyper-parameter that is True or False.
-
-    Raises:
-        ValueError: the hyper-parameter is neither.
-    """
+def check_bool(group: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError unless a hyper-parameter is True or False."""
     if not isinstance(group[name], bool):
         raise ValueError(f"{name}: got {group[name]!r}, expected True or False")
 
 
-CORRECT = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
+#: The end of errors about hyper-parameters.
+REMEDY = "correct it where it is set: an argument, a param group, a scheduler or a checkpoint"
 
 
 def _check_range(name: str, value: float | Tensor, least: float, largest: float) -> None:
+    """Raises ValueError unless ``value``, a number or a tensor of one, is from ``least`` to ``largest``."""
     if type(value) is float and least <= value <= largest:  # fast path for steps, which check what schedulers changed
         return
     if isinstance(value, Tensor):
@@ -292,4 +269,4 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
         bounds = f">= 0.0 {bounds}"
     elif largest not in (_BELOW_ONE, LARGEST):
         bounds = f"from {least} to {largest}"
-    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {CORRECT}")
+    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {REMEDY}")

@@ -3,11 +3,13 @@
 Bytes are moved unchanged. Decoded moments could not replace them: most blocks' scales cannot be recovered from decoded
 numbers, so that quantizing them again would give other codes.
 
-An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ...: first its bytes in the entries that
-have the parameter's shape (codes, moments that are not quantized, low bits), in the order of :attr:`SliceSpec.entries`,
-then a part of the bytes of its block's scales, which are spread over the block's elements from the first on, with as
-many bytes in each as the parameter's shortest block needs. Second moments of rows follow likewise, with rows as blocks.
-The rest is zeros: FSDP1 demands the same entries of all parameters.
+An element has 4 bytes in each of the entries ``packed_0``, ``packed_1``, ... In this order they contain:
+
+1. its bytes of entries of the parameter's shape (codes, plain moments, low bits), in :attr:`SliceSpec.entries`' order;
+2. a part of the bytes of its block's scales, which are spread over the block's elements from the first element on, with
+   as many bytes in each as the parameter's shortest block needs;
+3. a part of its row's second moment, if there is one: rows count as blocks;
+4. zeros: FSDP1 demands the same entries of all parameters.
 
 ``packed_exact`` is a float32 number that 16-bit formats cannot hold: if it has changed, the state was cast in between.
 """
@@ -21,20 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.layout import (
-    BlockGrid,
-    FlatBuffer,
-    FlatShard,
-    RankGroup,
-    Shard,
-    all_or_none,
-    on_any_rank,
-    reduce_together,
-)
-from shardopt.state.encoding import cut_blocks, held_of
+from shardopt.layout import BlockGrid, FlatBuffer, FlatShard, RankGroup, Shard
+from shardopt.layout.rank_group import all_or_none, all_reduce_any, reduce_together
+from shardopt.state.encoding import SharedBlocks, shared_blocks
 from shardopt.state.loaded_entries import check_entry
 from shardopt.state.slice_spec import SliceSpec, StateDict
-from shardopt.state.tensor_spec import TensorSpec
+from shardopt.state.tensor_spec import LoadedEntries, TensorSpec
 
 _PREFIX = "packed_"
 _EXACT = f"{_PREFIX}exact"
@@ -47,9 +41,9 @@ def is_packed(entries: Iterable[str]) -> bool:
     return any(name.startswith(_PREFIX) for name in entries)
 
 
-def words_of(specs: Iterable[TensorSpec]) -> int:
+def words_per_element(specs: Iterable[TensorSpec]) -> int:
     """How many ``packed_N`` entries, of 4 bytes per element, the largest state of ``specs`` needs, however sharded."""
-    sizes = (sum(field.beside for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
+    sizes = (sum(field.nbytes for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
     return max((-(-size // _WORD) for size in sizes), default=0)
 
 
@@ -70,30 +64,28 @@ def pack(spec: TensorSpec, state: Mapping[str, Any], words: int) -> StateDict:
 
 
 def unpack_loaded(
-    specs: Sequence[TensorSpec],
-    loaded: Sequence[Mapping[str, Any] | None],
-    names: Sequence[str],
-    rank_groups: Sequence[RankGroup],
-) -> list[Mapping[str, Any] | None]:
-    """Unpacks packed state; ranks all-reduce the scales of blocks that are cut. Leaves other state unchanged.
+    specs: Sequence[TensorSpec], loaded: Sequence[LoadedEntries], names: Sequence[str], rank_groups: Sequence[RankGroup]
+) -> list[LoadedEntries]:
+    """Unpacks those of some tensors' loaded entries that are packed, and returns all others unchanged.
 
-    All ranks must call this with the same tensors, in the same order, if any of them has flat shards. The ranks of a
-    group raise together. A tensor without state has None for its entries.
-
-    Raises:
-        ValueError: packed entries are of other parameters, another optimizer or other options, or are incomplete.
+    Collective: each rank has some bytes of the scales of cut blocks, which are all-reduced. All ranks must call this
+    with the same tensors, in the same order, if any of them has flat shards. The ranks of a group raise together, a
+    ValueError if packed entries are of other parameters, another optimizer or other options, or are incomplete.
     """
-    if not on_any_rank(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
+    if not all_reduce_any(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
-    tensors = all_or_none(rank_groups, lambda: [_read(*item) for item in zip(specs, loaded, names, strict=True)])
-    shared: dict[RankGroup, list[Tensor]] = {}
+    tensors = all_or_none(
+        rank_groups, lambda: [_unpack_local(*item) for item in zip(specs, loaded, names, strict=True)]
+    )
+    messages: dict[RankGroup, list[Tensor]] = {}
     for unpacked in (unpacked for slices in tensors for fields in slices for unpacked in fields):
-        if (ranks := unpacked.field.spec.shard.holders) is not None and len(unpacked.cut):
-            shared.setdefault(ranks, []).append(unpacked.cut)
-    for ranks, of_blocks in shared.items():
-        reduce_together(ranks.all_reduce_sum, of_blocks)
+        ranks = unpacked.field.spec.shard.holders
+        if ranks is not None and len(unpacked.cut_blocks):
+            messages.setdefault(ranks, []).append(unpacked.cut_blocks)
+    for ranks, message in messages.items():
+        reduce_together(ranks.all_reduce_sum, message)
     items = list(zip(specs, loaded, tensors, names, strict=True))
-    return all_or_none(rank_groups, lambda: [_completed(*item) for item in items])
+    return all_or_none(rank_groups, lambda: [_joined_state(*item) for item in items])
 
 
 class _Field(NamedTuple):
@@ -102,59 +94,67 @@ class _Field(NamedTuple):
     Attributes:
         spec: describes the slice's state.
         grid: the blocks; None for entries of the parameter's shape.
-        widths: by entry, its bytes per element, or per block if there is a grid.
-        first: offset of the byte range in an element.
-        beside: its length. A block's bytes are spread over its elements, so that the shortest block has room for them.
+        entry_bytes: by entry, its bytes per element, or per block if there is a grid.
+        offset: the first byte of the range in an element.
+        nbytes: the number of bytes of the range in an element. A block's bytes are spread over its elements.
     """
 
     spec: SliceSpec
     grid: BlockGrid | None
-    widths: dict[str, int]
-    first: int
-    beside: int
+    entry_bytes: dict[str, int]
+    offset: int
+    nbytes: int
 
-    def of(self, packed: Tensor) -> Tensor:
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of all entries per element, or per block if there is a grid."""
+        return sum(self.entry_bytes.values())
+
+    def view(self, packed: Tensor) -> Tensor:
         """A view of this byte range of all the slice's elements."""
-        return packed[:, self.first : self.first + self.beside]
+        return packed[:, self.offset : self.offset + self.nbytes]
 
-    def carriers(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Local indices of elements that hold scales' bytes; a mask ``(blocks, elements)``, True if on this rank."""
+    def block_elements(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Finds the elements that carry the bytes of this rank's blocks: the first ones of each block.
+
+        Returns local indices of those on this rank, and a mask ``(blocks, elements per block)`` that is True for them.
+        """
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
-        ends = shard.blocks(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
-        numbers = torch.arange(*ends, device=device)  # of this rank's blocks, which begin at these elements:
-        begins = numbers // grid.blocks_per_row * grid.row_numel + numbers % grid.blocks_per_row * grid.block_size
-        count = -(-sum(self.widths.values()) // self.beside)  # elements that hold one block's bytes
-        elements = begins[:, None] + torch.arange(count, device=device) - start
-        inside = (elements >= 0) & (elements < math.prod(shard.local_shape))
-        return elements[inside], inside
+        ends = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+        numbers = torch.arange(*ends, device=device)
+        rows, columns = numbers // grid.blocks_per_row, numbers % grid.blocks_per_row
+        first_elements = rows * grid.row_numel + columns * grid.block_size
+        count = -(-self.item_bytes // self.nbytes)
+        elements = first_elements[:, None] + torch.arange(count, device=device) - start
+        is_local = (elements >= 0) & (elements < math.prod(shard.local_shape))
+        return elements[is_local], is_local
 
     def pack(self, state: Mapping[str, Tensor], packed: Tensor) -> None:
-        """Writes the entries' bytes to the slice's elements: uint8, ``(numel, 4 * words)``."""
-        of_entries = [state[key].detach().reshape(-1).view(torch.uint8).view(-1, w) for key, w in self.widths.items()]
-        carried = torch.cat(of_entries, 1)
+        """Writes the entries' bytes into ``packed``, which has the slice's elements: uint8, ``(numel, 4 * words)``."""
+        flat = {key: state[key].detach().reshape(-1).view(torch.uint8) for key in self.entry_bytes}
+        items = torch.cat([flat[key].view(-1, nbytes) for key, nbytes in self.entry_bytes.items()], 1)
         if self.grid is None:
-            self.of(packed).copy_(carried)
+            self.view(packed).copy_(items)
             return
-        elements, inside = self.carriers(self.grid, packed.device)
-        carried = torch.nn.functional.pad(carried, (0, inside.shape[1] * self.beside - carried.shape[1]))
-        self.of(packed)[elements] = carried.view(*inside.shape, self.beside)[inside]
+        elements, is_local = self.block_elements(self.grid, packed.device)
+        padded = torch.nn.functional.pad(items, (0, is_local.shape[1] * self.nbytes - self.item_bytes))
+        self.view(packed)[elements] = padded.view(*is_local.shape, self.nbytes)[is_local]
 
     def unpack(self, packed: Tensor | None) -> _Unpacked:
         """Reads this byte range from this rank's elements; ``packed`` is None if this rank loads no packed state."""
-        width, numbers = sum(self.widths.values()), [] if self.grid is None else cut_blocks(self.spec.shard, self.grid)
-        cut = torch.zeros((len(numbers), width + 1), dtype=torch.int32, device="cpu")
-        if packed is None:
-            return _Unpacked(self, None, cut)
-        if self.grid is None:
-            return _Unpacked(self, self.of(packed), cut)
-        elements, inside = self.carriers(self.grid, packed.device)
-        carried = packed.new_zeros((*inside.shape, self.beside))
-        carried[inside] = self.of(packed)[elements]
-        found = carried.flatten(1)[:, :width].contiguous()
-        known = inside.repeat_interleave(self.beside, 1)[:, :width].sum(1, keepdim=True)
-        sent, local = held_of(numbers, self.spec.shard, self.grid)
-        cut[sent] = torch.cat([found, known], 1)[local].int().cpu()
-        return _Unpacked(self, found, cut)
+        shared, is_flat = SharedBlocks(0, [], []), isinstance(self.spec.shard, FlatShard)
+        if self.grid is not None and is_flat:  # other shards have no packed state to exchange
+            shared = shared_blocks(self.spec.shard, self.grid)
+        cut_blocks = torch.zeros((shared.block_count, self.item_bytes + 1), dtype=torch.int32, device="cpu")
+        if packed is None or self.grid is None:
+            return _Unpacked(self, None if packed is None else self.view(packed), shared, cut_blocks)
+        elements, is_local = self.block_elements(self.grid, packed.device)
+        carried = packed.new_zeros((*is_local.shape, self.nbytes))
+        carried[is_local] = self.view(packed)[elements]
+        items = carried.flatten(1)[:, : self.item_bytes].contiguous()
+        known = is_local.repeat_interleave(self.nbytes, 1)[:, : self.item_bytes].sum(1, keepdim=True)
+        cut_blocks[shared.in_message] = torch.cat([items, known], 1)[shared.in_scales].int().cpu()
+        return _Unpacked(self, items, shared, cut_blocks)
 
 
 class _Unpacked(NamedTuple):
@@ -162,66 +162,65 @@ class _Unpacked(NamedTuple):
 
     Attributes:
         field: the byte range and its entries.
-        found: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have them; None without
+        items: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have the bytes; None without
             packed state.
-        cut: int32 ``(all cut blocks, bytes + 1)`` on the CPU, to be summed over ranks; last, how many bytes are known.
+        shared: which blocks are cut.
+        cut_blocks: int32 ``(all cut blocks, bytes + 1)`` on the CPU, to be summed over ranks; the last column counts
+            the bytes that are known.
     """
 
     field: _Field
-    found: Tensor | None
-    cut: Tensor
+    items: Tensor | None
+    shared: SharedBlocks
+    cut_blocks: Tensor
 
     def entries(self, name: str) -> StateDict:
-        """Converts the bytes to state entries, after ``cut`` was all-reduced.
+        """Converts the bytes to state entries, once ``cut_blocks`` was all-reduced. Completes ``items`` in place.
 
-        Raises:
-            ValueError: ranks have more or fewer bytes of a block's scales than the scales have.
+        Raises ValueError if all ranks together have more or fewer bytes of a block's scales than the scales have.
         """
-        (spec, grid, widths, *_), found, cut = self
-        assert found is not None
-        if len(cut) and grid is not None:
-            sent, local = held_of(cut_blocks(spec.shard, grid), spec.shard, grid)
-            *_, known = cut[sent].unbind(1)
-            if (known != sum(widths.values())).any():
+        field, items, shared, cut_blocks = self
+        assert items is not None
+        if len(cut_blocks):
+            *_, known = cut_blocks[shared.in_message].unbind(1)
+            if (known != field.item_bytes).any():
                 raise ValueError(
                     f"{name}: got packed state with {known.tolist()} bytes of the scales of blocks, expected "
-                    f"{sum(widths.values())} of each; load on all ranks what torch's optim_state_dict_to_load gives"
+                    f"{field.item_bytes} of each; load on all ranks what torch's optim_state_dict_to_load gives"
                 )
-            found[local] = cut[sent, :-1].to(found)
-        parts = torch.split(found, list(widths.values()), 1)
-        formats = [spec.entries[key] for key in widths]
+            items[shared.in_scales] = cut_blocks[shared.in_message, :-1].to(items)
+        parts = torch.split(items, list(field.entry_bytes.values()), 1)
+        formats = [field.spec.entries[key] for key in field.entry_bytes]
         return {
             key: part.clone(memory_format=torch.contiguous_format).view(dtype).view(shape)
-            for key, part, (shape, dtype, _) in zip(widths, parts, formats, strict=True)
+            for key, part, (shape, dtype, _) in zip(field.entry_bytes, parts, formats, strict=True)
         }
 
 
 def _fields(spec: SliceSpec) -> list[_Field]:
     """The byte ranges of a packed element: of entries of the parameter's shape, then of each block grid's."""
-    widths: dict[BlockGrid | None, dict[str, int]] = {None: {}}
+    entry_bytes: dict[BlockGrid | None, dict[str, int]] = {None: {}}
     for key, entry in spec.entries.items():
-        if not spec.is_whole(key):
+        if not spec.is_replicated(key):
             grid = spec.grid_of(key)
-            counted = spec.shard if grid is None else spec.shard.scales(grid)
-            per_item = math.prod(entry.shape[len(counted.local_shape) :])
-            widths.setdefault(grid, {})[key] = per_item * entry.dtype.itemsize
+            items = spec.shard if grid is None else spec.shard.scales(grid)
+            per_item = math.prod(entry.shape[len(items.local_shape) :])
+            entry_bytes.setdefault(grid, {})[key] = per_item * entry.dtype.itemsize
     fields: list[_Field] = []
-    at = 0
-    for grid, of_grid in widths.items():
-        # The last block of each row may be shorter than the others.
-        shortest = 1 if grid is None else grid.row_numel % grid.block_size or grid.block_size
+    offset = 0
+    for grid, of_grid in entry_bytes.items():
+        shortest_block = 1  # elements
+        if grid is not None:  # the last block of each row may be shorter than the others
+            shortest_block = grid.row_numel % grid.block_size or grid.block_size
+        nbytes = -(-sum(of_grid.values()) // shortest_block)
         if of_grid:
-            fields.append(_Field(spec, grid, of_grid, at, -(-sum(of_grid.values()) // shortest)))
-            at += fields[-1].beside
+            fields.append(_Field(spec, grid, of_grid, offset, nbytes))
+            offset += nbytes
     return fields
 
 
-def _read(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> list[list[_Unpacked]]:
-    """Reads the byte ranges of each slice from a tensor's loaded entries, if they are packed state.
-
-    Raises:
-        ValueError: packed state is of another parameter, another optimizer or other options.
-    """
+def _unpack_local(spec: TensorSpec, entries: LoadedEntries, name: str) -> list[list[_Unpacked]]:
+    """Reads each slice's fields from a tensor's loaded entries; without their bytes if the state is not packed."""
     packed = _packed_bytes(spec, entries, name) if entries is not None and is_packed(entries) else None
     return [
         [field.unpack(None if packed is None else slice_.elements(packed)) for field in _fields(slice_)]
@@ -230,18 +229,18 @@ def _read(spec: TensorSpec, entries: Mapping[str, Any] | None, name: str) -> lis
 
 
 def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Tensor:
-    """Checks packed state, and returns its bytes as uint8, ``(numel, 4 * words)``.
+    """Returns the bytes of packed state as uint8, ``(numel, 4 * words)``.
 
-    Raises:
-        ValueError: packed state is of another parameter, another optimizer or other options.
+    Raises ValueError if the state is of another parameter, another optimizer or other options.
     """
     if not (isinstance(spec.shard, FlatBuffer | FlatShard) or type(spec.shard) is Shard):
         raise ValueError(
             f"{name}: got state that torch's optim_state_dict of FSDP1 gathered, expected a parameter of FSDP1, not a "
             "DTensor; save with shardopt.checkpoint to load it under another sharding"
         )
-    count, least = sum(key.startswith(_PREFIX) and key != _EXACT for key in entries), words_of([spec])
-    keys = [f"{_PREFIX}{word}" for word in range(max(count, least))]
+    # There may be more words than this state needs: as many as the largest parameter's state.
+    count = sum(key.startswith(_PREFIX) and key != _EXACT for key in entries)
+    keys = [f"{_PREFIX}{word}" for word in range(max(count, words_per_element([spec])))]
     if entries.keys() != {"step", _EXACT, *keys}:
         raise ValueError(
             f"{name}: got state with {', '.join(entries)}, expected step, {_EXACT}, {', '.join(keys)}; was it saved "
@@ -261,9 +260,9 @@ def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Te
     return torch.cat([entries[key].detach().reshape(-1, 1).view(torch.uint8) for key in keys], 1)
 
 
-def _completed(
-    spec: TensorSpec, entries: Mapping[str, Any] | None, slices: Sequence[Sequence[_Unpacked]], name: str
-) -> Mapping[str, Any] | None:
+def _joined_state(
+    spec: TensorSpec, entries: LoadedEntries, slices: Sequence[Sequence[_Unpacked]], name: str
+) -> LoadedEntries:
     """Returns a tensor's unpacked state, once the bytes of cut blocks were all-reduced; other state unchanged."""
     if entries is None or not is_packed(entries):
         return entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -13,25 +14,23 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardopt.kernels.memory import check_sign, check_storage
-from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_MOVES, STEP_MOVES, UNIT_OVERHEAD, Moves
+from shardopt.kernels.streamed import MAX_GRADIENT_BYTES, STATE_FIELDS, STEP_FIELDS, UNIT_OVERHEAD, CopiedFields
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.layout import FlatBuffer, FlatShard, UnknownShardError
-from shardopt.state.full_precision import fit_low_bits
-from shardopt.state.host_memory import demand_memory, make_homes
-from shardopt.state.names import named
+from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.state.host_memory import allocate_host_tensors, demand_host_memory
+from shardopt.state.names import naming_errors
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
 from shardopt.state.warn import warn_user
 
 Offload = Literal["state", "step"] | None
 
-MOVES: Mapping[str, Moves] = {"state": STATE_MOVES, "step": STEP_MOVES}
+#: The copies between host and GPU that a step makes, by the option ``offload``.
+MOVES: Mapping[str, CopiedFields] = {"state": STATE_FIELDS, "step": STEP_FIELDS}
 
 #: The most bytes that are copied at a time, which is the size of a staging slot.
 CHUNK_BYTES = 32 << 20
-
-#: For tests: makes CPU-to-CPU transfers with slots of the given size. None: state of CPU parameters is not offloaded.
-FROM_CPU: Callable[[int], CudaTransfers] | None = None
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
@@ -41,25 +40,20 @@ class Residency(NamedTuple):
 
     Attributes:
         offload: what a step copies between devices: None, "state", or "step" (gradients and parameters).
-        state: the device that stores moments and low bits.
-        steps: the device that stores the step count and runs the kernels.
+        state_device: stores moments and low bits.
+        step_device: stores the step count and runs the kernels.
     """
 
     offload: Offload
-    state: torch.device
-    steps: torch.device
-
-    @classmethod
-    def of(cls, offload: Offload, device: torch.device) -> Residency:
-        """The residency for a parameter on ``device`` with this option."""
-        return cls(offload, device if offload is None else _CPU, _CPU if offload == "step" else device)
+    state_device: torch.device
+    step_device: torch.device
 
     def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
         """How many of the parameter's elements can be copied at a time, so that all operands fit into one slot."""
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
-            nbytes = sum(entry.new(_META).nbytes for key, entry in spec.entries.items() if key != "step")
+            nbytes = sum(entry.allocate(_META).nbytes for key, entry in spec.entries.items() if key != "step")
             element_bytes = nbytes / max(param.numel(), 1)
         return max(int((CHUNK_BYTES - UNIT_OVERHEAD) / max(element_bytes, 1.0)), 1)
 
@@ -70,14 +64,13 @@ class _Decision(NamedTuple):
     Attributes:
         device: the parameter's device at the time of the decision.
         residency: the chosen devices.
-        entries: if the state is offloaded, meta tensors like all its entries but ``step``.
-        homes: with ``offload="state"``, host tensors that store these entries, pinned for a GPU.
+        entries: if the state is offloaded, tensors like all its entries but ``step``: meta tensors; with
+            ``offload="state"``, once allocated, the host tensors that store the entries, pinned for a GPU.
     """
 
     device: torch.device
     residency: Residency
     entries: dict[str, Tensor]
-    homes: dict[str, Tensor]
 
 
 class _Movable(NamedTuple):
@@ -87,6 +80,7 @@ class _Movable(NamedTuple):
         device: the parameter's device.
         state: the parameter's entries, ``optimizer.state[param]``, in which the moved tensor replaces the old one.
         key: the entry's name.
+        local: the entry's plain tensor on this rank.
         spec: describes the state; None for a parameter that is in no param group now, as with ZeRO 3 between steps:
             its entries are plain tensors.
     """
@@ -94,19 +88,15 @@ class _Movable(NamedTuple):
     device: torch.device
     state: StateDict
     key: str
+    local: Tensor
     spec: TensorSpec | None
-
-    @property
-    def local(self) -> Tensor:
-        """The entry's plain tensor on this rank, a DTensor's local tensor."""
-        return self.state[self.key] if self.spec is None else self.spec.shard.local(self.state[self.key])
 
 
 class StateResidency:
     """Decides, once per parameter, which device stores its state, and owns the host memory of offloaded state.
 
     State of column shards that cut blocks stays on the parameter's device: each step all-reduces its blocks' extremes.
-    A frozen parameter's residency is decided once it has a gradient or state.
+    A frozen parameter's residency is decided once it has a gradient or state: until then no memory is spent on it.
 
     Args:
         optimizer: the parameters' optimizer.
@@ -115,109 +105,115 @@ class StateResidency:
     Attributes:
         asleep: whether :meth:`sleep` has moved all state to host memory, until :meth:`wake`. That memory is kept for
             the next sleep: pinning it takes longer than the copies.
-        foreseen_bytes: bytes of state that will be offloaded, but has no host memory yet as nothing is decided.
+        unallocated_bytes: bytes of state that will be offloaded, but for which no host memory was allocated yet.
     """
 
     def __init__(self, optimizer: Optimizer, state_of: Callable[[Tensor, Mapping[str, Any]], TensorSpec]) -> None:
         self._optimizer, self._state_of = optimizer, state_of
         self._decisions: MutableMapping[Tensor, _Decision] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self.foreseen_bytes = 0
+        self.unallocated_bytes = 0
         self._transfers: dict[tuple[torch.device, str], CudaTransfers] = {}
         self.asleep = False
         self._sleep_buffers: list[Tensor] = []  # host memory for state that is asleep
 
-    def of(self, param: Tensor) -> Residency:
-        """A parameter's residency; the first call decides it for all parameters, and allocates host memory."""
-        if not self._is_decided(param) and _can_offload(param.device) and self._has_use(param):
-            self._decide()
-        where = self._decisions[param].residency if self._is_decided(param) else Residency.of(None, param.device)
-        return where._replace(state=_CPU) if self.asleep and where.offload is None else where
+    def decide(self, param: Tensor) -> Residency:
+        """Returns a parameter's residency. If it has none, decides on all parameters, and allocates host memory."""
+        if self._needs_decision(param):
+            self._decide_all()
+        is_decided = self._is_decided(param)
+        residency = self._decisions[param].residency if is_decided else Residency(None, param.device, param.device)
+        if self.asleep and residency.offload is None:
+            return residency._replace(state_device=_CPU)
+        return residency
 
     def sleep(self) -> None:
-        """Moves all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
+        """CopiedFields all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
 
-        Raises:
-            MemoryError: the host has too little memory. Nothing was moved.
+        Raises MemoryError, and moves nothing, if the host has too little memory.
         """
         if self.asleep:
             return
-        entries = self._movable()
-        likes = [torch.empty_like(entry.local, device=_META) for entry in entries]
-        if [(x.shape, x.dtype) for x in likes] != [(bed.shape, bed.dtype) for bed in self._sleep_buffers]:
+        entries = self._movable_entries()
+        formats = [torch.empty_like(entry.local, device=_META) for entry in entries]
+        kept = [(buffer.shape, buffer.dtype) for buffer in self._sleep_buffers]
+        if kept != [(x.shape, x.dtype) for x in formats]:
             self._sleep_buffers = []  # freed before new memory is allocated
-            self._sleep_buffers = make_homes(likes, pin=_a_gpu(entry.device for entry in entries))
+            self._sleep_buffers = allocate_host_tensors(formats, pin=_first_gpu(entry.device for entry in entries))
         _move(entries, self._sleep_buffers)
         self.asleep = True
 
     def wake(self) -> None:
         """Undoes :meth:`sleep`. Raises RuntimeError in a CUDA graph capture: replays could not repeat the move."""
-        if self.asleep:
-            entries, dense = self._movable(), torch.contiguous_format
-            if any(entry.device.type == "cuda" for entry in entries) and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "got a step captured into a CUDA graph while the state is offloaded, expected the state on the "
-                    "device; call optimizer.reload() before the capture"
-                )
-            _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
-            self.asleep = False
+        if not self.asleep:
+            return
+        entries = self._movable_entries()
+        if any(entry.device.type == "cuda" for entry in entries) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "got a step captured into a CUDA graph while the state is offloaded, expected the state on the "
+                "device; call optimizer.reload() before the capture"
+            )
+        dense = torch.contiguous_format
+        _move(entries, [torch.empty_like(x.local, device=x.device, memory_format=dense) for x in entries])
+        self.asleep = False
 
-    def ready(self, name: str, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
+    def prepare_state(self, name: str, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
         """Prepares ``state`` for a step, in place: creates or checks its entries, and moves them to their devices.
 
-        Raises:
-            RuntimeError: an entry has no memory, is a negative view, or is not sharded like the parameter.
+        Raises RuntimeError if an entry has no memory, is a negative view, or is not sharded like the parameter.
         """
+        device = self.decide(param).state_device
         if not state:
-            state.update(spec.new(self.of(param).state))
-        fit_low_bits(spec, param, state, self.of(param).state)
+            state.update(spec.new_state(device))
+        reset_stale_low_bits(spec, param, state, device)
         for key in spec.entries.keys() & state.keys():
-            with named(f"{name}: state {key}"):
+            with naming_errors(f"{name}: state {key}"):
                 entry = state[key] if key == "step" else spec.shard.local(state[key])
             check_storage(name, f"state {key}", entry)
             check_sign(name, f"state {key}", entry)
-        self.put(param, spec, state)
+        self.move_state(param, spec, state)
 
-    def put(self, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
-        """Moves the step count to its device, and offloaded entries into host memory; replaces them in ``state``."""
-        where = self.of(param)
+    def move_state(self, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
+        """CopiedFields a parameter's entries to the devices of its residency; replaces them in ``state``.
+
+        With ``offload="state"``, entries are copied into the host tensors that were allocated for them. Entries that
+        are not offloaded, or of another shape than expected, stay where they are.
+        """
+        residency = self.decide(param)
         step = state.get("step")
-        if isinstance(step, Tensor) and step.device != where.steps:  # ZeroRedundancyOptimizer leaves steps on the CPU
-            state["step"] = step.to(where.steps)
-        if where.offload == "step":
+        if isinstance(step, Tensor) and step.device != residency.step_device:  # ZeroRedundancyOptimizer's is on the CPU
+            state["step"] = step.to(residency.step_device)
+        if residency.offload == "step":
             for key, value in state.items():
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
-                    state[key] = spec.like(key, spec.shard.local(value).cpu())
-        homes = self._decisions[param].homes if self._is_decided(param) else {}
-        for key, home in homes.items():
-            if key in state:
-                local = spec.shard.local(state[key])
-                if local.data_ptr() != home.data_ptr() and (local.shape, local.dtype) == (home.shape, home.dtype):
-                    self.synchronize()  # copies to this memory may be in flight
-                    home.copy_(local)
-                    state[key] = spec.like(key, home)
+                    state[key] = spec.wrap_local(key, spec.shard.local(value).cpu())
+        host_entries = self._decisions[param].entries if residency.offload == "state" else {}
+        for key, host in host_entries.items():
+            if key not in state:
+                continue
+            local = spec.shard.local(state[key])
+            is_moved, fits = local.data_ptr() == host.data_ptr(), (local.shape, local.dtype) == (host.shape, host.dtype)
+            if fits and not is_moved:
+                self.synchronize()  # copies of a step's results to this memory may be in flight
+                host.copy_(local)
+                state[key] = spec.wrap_local(key, host)
 
     def transfers(self, device: torch.device, offload: str) -> CudaTransfers:
         """Staging slots and copy streams of a device for ``offload`` "state" or "step", made on first use."""
         key = (device, offload)
         if key not in self._transfers:
-            if device.type == "cpu":
-                assert FROM_CPU is not None
-                self._transfers[key] = FROM_CPU(CHUNK_BYTES)
-            else:
-                if offload == "step":
-                    warn_of_one_thread()
-                self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
+            if offload == "step":
+                warn_of_one_thread()
+            self._transfers[key] = CudaTransfers(device, CHUNK_BYTES, to_host=offload == "step")
         return self._transfers[key]
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
         """Bytes of staging slots, and of host memory that is kept for the next :meth:`sleep`, by device."""
-        nbytes: dict[torch.device, int] = {}
+        nbytes: Counter[torch.device] = Counter()
         for (device, offload), transfers in self._transfers.items():
-            where = _CPU if offload == "step" else device
-            nbytes[where] = nbytes.get(where, 0) + transfers.nbytes
+            nbytes[_CPU if offload == "step" else device] += transfers.nbytes
         if self._sleep_buffers and not self.asleep:
-            nbytes[_CPU] = nbytes.get(_CPU, 0) + sum(bed.nbytes for bed in self._sleep_buffers)
+            nbytes[_CPU] += sum(buffer.nbytes for buffer in self._sleep_buffers)
         return nbytes
 
     def synchronize(self) -> None:
@@ -225,91 +221,103 @@ class StateResidency:
         for transfers in self._transfers.values():
             transfers.synchronize()
 
-    def check(self, added: dict[str, Any] | None = None) -> None:
-        """Checks that host memory suffices to offload all state, or an added param group's; sets ``foreseen_bytes``.
+    def check_host_memory(self, added_group: dict[str, Any] | None = None) -> None:
+        """Checks that the host has memory for the offloaded state of all its ranks; updates :attr:`unallocated_bytes`.
 
-        Raises:
-            MemoryError: the host has too little memory for all its ranks, if none has allocated its part yet.
-            RuntimeError: ``offload`` is not possible for a parameter.
+        With ``added_group``, only the state of that new param group is added to the bytes that are known already.
+        Raises MemoryError, or RuntimeError if ``offload`` is not possible for a parameter.
         """
-        before, groups = (0, self._optimizer.param_groups) if added is None else (self.foreseen_bytes, [added])
-        chosen = self._choose(groups).values()
-        new = sum(entry.nbytes for decision in chosen for entry in decision.entries.values())
+        groups = self._optimizer.param_groups if added_group is None else [added_group]
+        known = 0 if added_group is None else self.unallocated_bytes
+        decisions = self._choose(groups).values()
+        new = sum(entry.nbytes for decision in decisions for entry in decision.entries.values())
         if new:
-            demand_memory(before + new, ranks_here())
-        self.foreseen_bytes = before + new
+            demand_host_memory(known + new, ranks_here())
+        self.unallocated_bytes = known + new
 
-    def _movable(self) -> list[_Movable]:
+    def _movable_entries(self) -> list[_Movable]:
         """Entries for :meth:`sleep` and :meth:`wake`: all but step counts, of parameters that are not offloaded."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():
-            if state and _can_offload(param.device) and self.of(param).offload is None:
-                spec = self._state_of(param, group_of[param]) if param in group_of else None
-                for key, value in state.items():
-                    if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
-                        entries.append(_Movable(param.device, state, key, spec))
+            if not state or not can_offload(param.device) or self.decide(param).offload is not None:
+                continue
+            spec = self._state_of(param, group_of[param]) if param in group_of else None
+            for key, value in state.items():
+                if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
+                    local = value if spec is None else spec.shard.local(value)
+                    entries.append(_Movable(param.device, state, key, local, spec))
         return entries
 
     def _is_decided(self, param: Tensor) -> bool:
         return param in self._decisions and self._decisions[param].device == param.device
 
-    def _has_use(self, param: Tensor) -> bool:
-        """Whether a parameter has or will get state: False for a frozen parameter without a gradient and state."""
+    def _needs_decision(self, param: Tensor) -> bool:
+        """Whether a parameter has no decision, could be offloaded, and has or will get state, unlike frozen ones."""
+        if self._is_decided(param) or not can_offload(param.device):
+            return False
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
 
     def _choose(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, _Decision]:
-        """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory.
-
-        Raises:
-            RuntimeError: ``offload`` is not possible for a parameter.
-        """
+        """Chooses a residency for all parameters in ``groups`` without a decision; allocates no memory."""
         chosen: dict[Tensor, _Decision] = {}
         for group in groups:
             for param in group["params"]:
-                if self._is_decided(param) or not _can_offload(param.device) or not self._has_use(param):
+                if not self._needs_decision(param):
                     continue
-                offload, entries = group["offload"], {}
+                offload, entries = group["offload"], None
                 if offload is not None:
                     try:
-                        spec = self._state_of(param, group)
-                    except UnknownShardError:
+                        entries = _offloaded_entries(self._state_of(param, group), offload)
+                    except UnknownShardError:  # decided once the parameter's shard is known
                         continue
-                    if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
-                        raise RuntimeError(
-                            "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters "
-                            "or DTensors; use offload='state', fully_shard, or DeepSpeed's offload_optimizer"
-                        )
-                    if spec.exchanges_columns:
-                        offload = None
-                    else:
-                        entries = {key: entry.new(_META) for key, entry in spec.entries.items() if key != "step"}
-                chosen[param] = _Decision(param.device, Residency.of(offload, param.device), entries, {})
+                if entries is None:
+                    offload = None
+                state_device = param.device if offload is None else _CPU
+                step_device = _CPU if offload == "step" else param.device
+                residency = Residency(offload, state_device, step_device)
+                chosen[param] = _Decision(param.device, residency, entries or {})
         return chosen
 
-    def _decide(self) -> None:
+    def _decide_all(self) -> None:
         """Chooses a residency for all parameters without one, and allocates host memory for offloaded state."""
         chosen = self._choose(self._optimizer.param_groups)
-        moved = {param: each.entries for param, each in chosen.items() if each.residency.offload == "state"}
-        likes = [like for entries in moved.values() for like in entries.values()]
-        homes = iter(make_homes(likes, pin=_a_gpu(param.device for param in moved)) if likes else ())
-        for param, entries in moved.items():
-            chosen[param] = chosen[param]._replace(homes={key: next(homes) for key in entries})
+        offloaded = {param: x.entries for param, x in chosen.items() if x.residency.offload == "state"}
+        formats = [entry for entries in offloaded.values() for entry in entries.values()]
+        gpu = _first_gpu(param.device for param in offloaded)
+        host_tensors = iter(allocate_host_tensors(formats, pin=gpu) if formats else ())
+        for param, entries in offloaded.items():
+            chosen[param] = chosen[param]._replace(entries={key: next(host_tensors) for key in entries})
         self._decisions.update(chosen)
-        self.foreseen_bytes = 0
+        self.unallocated_bytes = 0
 
 
-def _move(entries: Sequence[_Movable], places: Sequence[Tensor]) -> None:
-    """Copies entries into the given tensors, waits, and puts those tensors into the state."""
-    for entry, place in zip(entries, places, strict=True):
-        place.copy_(entry.local, non_blocking=True)
+def _offloaded_entries(spec: TensorSpec, offload: Offload) -> dict[str, Tensor] | None:
+    """Meta tensors like the entries that are offloaded for a parameter; None if its state stays on its device.
+
+    Raises RuntimeError if ``offload`` is not possible for the parameter.
+    """
+    if offload == "step" and isinstance(spec.shard, FlatShard | FlatBuffer):
+        raise RuntimeError(
+            "offload='step': got parameters of flat shards (FSDP1 or ZeRO), expected whole parameters or DTensors; use "
+            "offload='state', fully_shard, or DeepSpeed's offload_optimizer"
+        )
+    if spec.has_column_cut_blocks:  # each step all-reduces the blocks' extremes, which must be on the device
+        return None
+    return {key: entry.allocate(_META) for key, entry in spec.entries.items() if key != "step"}
+
+
+def _move(entries: Sequence[_Movable], destinations: Sequence[Tensor]) -> None:
+    """Copies entries into ``destinations``, waits for the copies, and replaces the entries in the state by these."""
+    for entry, destination in zip(entries, destinations, strict=True):
+        destination.copy_(entry.local, non_blocking=True)
     for device in {entry.device for entry in entries if entry.device.type == "cuda"}:
         torch.cuda.synchronize(device)
-    for (_, state, key, spec), place in zip(entries, places, strict=True):
-        state[key] = place if spec is None else spec.like(key, place)
+    for (_, state, key, _, spec), destination in zip(entries, destinations, strict=True):
+        state[key] = destination if spec is None else spec.wrap_local(key, destination)
 
 
-def _a_gpu(devices: Iterable[torch.device]) -> torch.device | None:
+def _first_gpu(devices: Iterable[torch.device]) -> torch.device | None:
     """The first GPU among ``devices``; None if there is none."""
     return next((device for device in devices if device.type == "cuda"), None)
 
@@ -333,5 +341,6 @@ def warn_of_one_thread() -> None:
         )
 
 
-def _can_offload(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and FROM_CPU is not None)
+def can_offload(device: torch.device) -> bool:
+    """Whether state of parameters on ``device`` can be moved to the host. Tests replace this function."""
+    return device.type == "cuda"

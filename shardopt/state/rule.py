@@ -23,17 +23,17 @@ class Orthogonalized:
         newton_schulz: orthogonalizes a matrix.
         split: how a parameter is divided into the matrices that are orthogonalized.
         scale: returns the factor by which the learning rate is multiplied for a matrix, given its rows and columns.
-        apply: name of the rule that updates parameters, with the orthogonalized directions in place of gradients.
+        applied_rule: the name, in csrc/rules, of the rule that then updates parameters, given the orthogonalized
+            directions in place of gradients.
         row_decay: decay rate of the second moments by which the rows of a result are normalized; None to leave rows as
             they are.
-        memory: bytes that directions and intermediate results may take on a device at a time, unless a parameter needs
-            more.
+        memory: bytes that directions and intermediate results may take on a device, unless one parameter needs more.
     """
 
     newton_schulz: NewtonSchulz
     split: Split
     scale: Callable[[int, int], float]
-    apply: str
+    applied_rule: str
     row_decay: float | None = None
     memory: int = 512 << 20
 
@@ -64,7 +64,7 @@ class Rule:
             )
 
     @property
-    def sums(self) -> int:
+    def sum_count(self) -> int:
         """The number of sums over the parameter, or over all parameters, that a step needs."""
         return int(_C.rules[self.name]["sums"]) if self.has_sums else 0
 
@@ -74,7 +74,7 @@ class Rule:
         return bool(_C.rules[self.name]["shares_codes"])
 
     @property
-    def totals(self) -> bool:
+    def has_totals(self) -> bool:
         """Whether the sums are over all parameters of the optimizer (``ShardedOptimizer.hyper_from_totals``)."""
         return bool(_C.rules[self.name]["totals"])
 

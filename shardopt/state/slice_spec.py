@@ -16,7 +16,7 @@ from shardopt.codec.base import are_finite
 from shardopt.kernels.numeric import from_blocks, to_blocks
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import BlockGrid, Rectangle, Shard, is_quantized
-from shardopt.state.loaded_entries import checked_step, unsound
+from shardopt.state.loaded_entries import checked_step, invalid_values_error
 from shardopt.state.options import check_repayment
 
 StateDict = dict[str, Any]
@@ -31,24 +31,21 @@ ROW_MOMENTS = "second_momentum_buffer"
 SHARED_CODES = "moment_codes"
 
 #: Entries that are not moments of single elements: they are never quantized.
-BESIDE_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
+NON_MOMENTS = frozenset(["step", LOW_BITS, ROW_MOMENTS])
 
-#: Elements that PyTorch encodes or decodes at a time, which bounds temporary memory to about 60 bytes for each.
-CODED_AT_A_TIME = 1 << 20
+#: The most elements that PyTorch encodes or decodes in one call: each takes about 60 bytes of temporary memory.
+_MAX_CODED_NUMEL = 1 << 20
 
 
 class EntryFormat(NamedTuple):
-    """A state entry's shape on this rank, its dtype, and its initial values.
-
-    ``fill`` has one value for all elements, or one per index of the last dimension.
-    """
+    """A state entry's shape on this rank, dtype, initial value: a number, or one per index of the last dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: tuple[float, ...]
 
-    def new(self, device: torch.device) -> Tensor:
-        """Allocates the entry with its initial values."""
+    def allocate(self, device: torch.device) -> Tensor:
+        """Allocates a tensor of this format with the initial values."""
         if len(self.fill) == 1:
             return torch.full(self.shape, self.fill[0], dtype=self.dtype, device=device)
         return torch.tensor(self.fill, dtype=self.dtype, device=device).expand(self.shape).contiguous()
@@ -64,11 +61,12 @@ class SliceSpec:
     exact one beside quantized ones, has one entry, ``exp_avg``. ``step`` is a float32 scalar. A 16-bit parameter with a
     master weight has ``master_low_bits`` (int8, ``WeightFormat.low_bits_shape``). With ``normalize="rows"``,
     ``second_momentum_buffer`` has one float32 per row of a matrix, sharded like the scales of one block per row.
-    For quantize_state, ``kept`` lists the wrapped optimizer's unquantized entries, which take the place of ``step``:
-    those of the parameter's shape are sharded like it, all others are replicated on all ranks.
+    For quantize_state, ``unquantized`` has the names and formats of the wrapped optimizer's other entries, its step
+    count among them: those of the parameter's shape are sharded like it, all others are replicated on all ranks.
 
-    Tensors here are plain tensors with this rank's part; :class:`TensorSpec` has those in ``optimizer.state``. In a
-    flat buffer, a slice has the parameter's name and number in the model, and begins at index ``offset``.
+    Methods here take and return plain tensors with this rank's part; :class:`TensorSpec` converts them from and to the
+    tensors in ``optimizer.state``. Only a slice of a flat buffer has ``name`` and ``number``, which are the parameter's
+    in the model, and an ``offset``, at which it begins in the buffer.
     """
 
     shard: Shard
@@ -77,7 +75,7 @@ class SliceSpec:
     moments: tuple[Moment, ...]
     weights: WeightFormat
     row_grid: BlockGrid | None = None  # one block per row that has a second moment; None without these
-    kept: tuple[tuple[str, EntryFormat], ...] | None = None
+    unquantized: tuple[tuple[str, EntryFormat], ...] | None = None
     offset: int = field(default=0, compare=False)
     name: str | None = field(default=None, compare=False)
     number: int | None = field(default=None, compare=False)
@@ -86,17 +84,13 @@ class SliceSpec:
     def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> SliceSpec:
         """Makes the spec for a slice of a parameter with this dtype, given its param group and its rule's moments.
 
-        Raises:
-            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
+        Raises ValueError if the group's weight format, or ``repay``, does not suit the dtype.
         """
-        large = is_quantized(shard.global_shape, group["min_quantized_numel"])
-        quantized = bool(moments) and large and not shard.float32_state
-        codec = get_codec(group["codec"] if quantized else "fp32")
-        weights = WeightFormat.of(dtype, group)
+        shape, weights = shard.global_shape, WeightFormat.from_options(dtype, group)
         check_repayment(dtype, group)
-        grid = BlockGrid(shard.global_shape, group["block_size"])
-        row_grid = _row_grid(shard.global_shape, group)
-        return cls(shard, grid, codec, moments, weights, row_grid)
+        is_coded = bool(moments) and is_quantized(shape, group["min_quantized_numel"]) and not shard.float32_state
+        codec = get_codec(group["codec"] if is_coded else "fp32")
+        return cls(shard, BlockGrid(shape, group["block_size"]), codec, moments, weights, _row_grid(shape, group))
 
     def elements(self, local: Tensor) -> Tensor:
         """A view of the slice's part of a local tensor: in a flat buffer a range of the first dimension, else all."""
@@ -105,11 +99,11 @@ class SliceSpec:
     def entry_name(self, key: str) -> str:
         """The name of an entry in ``optimizer.state``: flat buffers tell bf16 moments from float32 ones by a suffix."""
         renamed = self.name is not None and not self.codec.blockwise and self.codec.code_dtype != torch.float32
-        return f"{key}_{self.codec.name}" if renamed and key not in BESIDE_MOMENTS else key
+        return f"{key}_{self.codec.name}" if renamed and key not in NON_MOMENTS else key
 
     @property
-    def relative(self) -> bool:
-        """Whether a signed moment is coded in units of the unsigned moment's root, as Adam's first in the second's."""
+    def has_relative_moments(self) -> bool:
+        """Whether a signed moment is divided by the root of the unsigned one before coding, as Adam's in log8."""
         return any(not m.signed for m in self.moments) and any(m.is_relative(self.codec) for m in self.moments)
 
     @property
@@ -118,15 +112,15 @@ class SliceSpec:
         return self.weights.stochastic
 
     @property
-    def exchanges_columns(self) -> bool:
-        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
+    def has_column_cut_blocks(self) -> bool:
+        """Whether column shards cut blocks: all ranks that share a row then store the scales of the whole row."""
         return self.codec.blockwise and self.shard.block_owners(self.grid) is not None
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
         """Shape, dtype and initial values of all state entries, by name."""
-        if self.kept is not None:
-            return {**self.moment_entries, **dict(self.kept)}
+        if self.unquantized is not None:
+            return {**self.moment_entries, **dict(self.unquantized)}
         formats = {"step": EntryFormat((), torch.float32, (0,)), **self.moment_entries}
         if self.row_grid is not None:
             formats[ROW_MOMENTS] = EntryFormat(self.shard.scales(self.row_grid).local_shape, torch.float32, (0,))
@@ -138,11 +132,12 @@ class SliceSpec:
         """Shape, dtype and initial values of the moments' entries (codes and scales, or floats), by name."""
         formats, shape = {}, self.shard.local_shape
         for moment in self.moments:
-            dtype, code, scales = _first_codes(self.codec, moment)
-            codes_shape = shape if len(code) == 1 else (*shape, len(code))
-            formats[self.codes_name(moment)] = EntryFormat(codes_shape, dtype, code)
-            if self.has_scales(moment):
-                formats[self.scales_name(moment)] = EntryFormat(self._scales_shape(moment), torch.float32, scales)
+            codes, scales = _initial_block(self.codec, moment)
+            codes_shape = shape if len(codes) == 1 else (*shape, len(codes))  # codes of 16 bits: two bytes
+            formats[self.codes_name(moment)] = EntryFormat(codes_shape, codes.dtype, tuple(codes.tolist()))
+            if scales is not None:
+                scales_shape = self._scales_shape(moment)
+                formats[self.scales_name(moment)] = EntryFormat(scales_shape, torch.float32, tuple(scales.tolist()))
         return formats
 
     def codes_name(self, moment: Moment) -> str:
@@ -166,98 +161,110 @@ class SliceSpec:
         is_scales = any(key == self.scales_name(moment) for moment in self.moments if self.has_scales(moment))
         return self.grid if is_scales else None
 
-    def is_whole(self, key: str) -> bool:
-        """Whether a state entry is replicated on all ranks, not sharded."""
-        if self.kept is None:
+    def is_replicated(self, key: str) -> bool:
+        """Whether all ranks store the same values of a state entry, which is thus not sharded."""
+        if self.unquantized is None:
             return key == "step"
-        entry = dict(self.kept).get(key)
+        entry = dict(self.unquantized).get(key)
         return entry is not None and (not entry.shape or entry.shape != self.shard.local_shape)
 
-    def new(self, device: torch.device) -> StateDict:
-        """Allocates new state: initial moments, master weights equal to the parameter, no steps taken."""
-        return {key: entry.new(device) for key, entry in self.entries.items()}
+    def new_state(self, device: torch.device) -> StateDict:
+        """Allocates the state before the first step: initial moments, and master weights equal to the parameter."""
+        return {key: entry.allocate(device) for key, entry in self.entries.items()}
 
-    def encode(
-        self,
-        values: Sequence[Tensor],
-        agreed: Mapping[str, Tensor] | None = None,
-        found: Mapping[str, Tensor] | None = None,
-    ) -> StateDict:
+    def encode(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor] | None = None) -> StateDict:
         """Quantizes this rank's float moments without communication; :func:`encoding.encode_slices` adds that.
 
-        Extremes of blocks, from which scales follow, are int32 ``(blocks, 2)`` in the order of the scales, by moment.
-
-        Args:
-            values: one tensor of the slice's shape per moment.
-            agreed: all-reduced extremes; 0 for blocks that are on this rank alone.
-            found: tensors that receive the extremes of this rank's elements, to be all-reduced.
+        ``agreed`` has, by moment, what :meth:`extremes` returned, all-reduced over the ranks that share blocks, and 0
+        for blocks that only this rank has.
         """
-        local, agreed, found = [x.float() for x in values], agreed or {}, found or {}
+        local, agreed = [x.float() for x in values], agreed or {}
         if not self.codec.blockwise:
-            return self.coded_entries(encode_moments(self.codec, self.moments, local))
-        new: list[Coded] = []
-        for moment, x in zip(self.moments, local, strict=True):
-            codec, scales = moment.codec(self.codec), None
-            if self.has_scales(moment):
-                scales = torch.zeros(self._scales_shape(moment), dtype=torch.float32, device=x.device)
-                if moment.name in agreed:  # column shards store scales of all blocks of a row, also of other ranks'
-                    scales.copy_(codec.scales_for(agreed[moment.name], signed=moment.signed).view_as(scales))
-            new.append(Coded(torch.empty_like(x, dtype=codec.code_dtype).contiguous(), scales))
+            return self.state_from_coded(encode_moments(self.codec, self.moments, local))
+        state = {key: entry.allocate(local[0].device) for key, entry in self.moment_entries.items()}
+        encoded = [self.codes_and_scales(state, moment) for moment in self.moments]  # views of the state
+        for moment, (_, scales) in zip(self.moments, encoded, strict=True):
+            if moment.name in agreed and scales is not None:  # column shards store scales of other ranks' blocks, too
+                codec, extremes = moment.codec(self.codec), agreed[moment.name]
+                scales.copy_(codec.scales_for(extremes, signed=moment.signed).view_as(scales))
         for rectangle in self._rectangles():
+            coded, _ = self._encode_rectangle(local, rectangle, agreed)
+            for whole, (codes, scales) in zip(encoded, coded, strict=True):
+                self._write_blocks(whole.codes, rectangle, codes)
+                if whole.scales is not None and scales is not None:
+                    _block_view(whole.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
+        return state
 
-            def agree(moment: Moment, extremes: Tensor, rectangle: Rectangle = rectangle) -> Tensor:
-                if moment.name in agreed:
-                    known = _per_block(agreed[moment.name], 2, rectangle, extremes.shape[1])
-                    extremes = torch.maximum(extremes, known)
-                if moment.name in found:
-                    seen = _per_block(found[moment.name], 2, rectangle, extremes.shape[1])
-                    seen.copy_(torch.maximum(seen, extremes))
-                return extremes
+    def extremes(self, values: Sequence[Tensor], agreed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Extremes of this rank's elements in each block, by moment: int32 ``(blocks, 2)`` in the order of the scales.
 
-            blocks = [self._blocks(x, rectangle) for x in local]
-            coded = encode_moments(self.codec, self.moments, blocks, agree=agree)
-            for entries, (codes, scales) in zip(new, coded, strict=True):
-                self._put(entries.codes, rectangle, codes)
-                if entries.scales is not None and scales is not None:
-                    _per_block(entries.scales, scales.shape[-1], rectangle, scales.shape[1]).copy_(scales)
-        return self.coded_entries(new)
+        Extremes of a moment that is coded in units of another one's root are right only if ``agreed`` has the other
+        one's for shared blocks, since they determine the codes of the root.
+        """
+        local = [x.float() for x in values]
+        found = {m.name: self.zero_extremes(local[0].device) for m in self.moments if self.has_scales(m)}
+        for rectangle in self._rectangles():
+            for name, extremes in self._encode_rectangle(local, rectangle, agreed)[1].items():
+                of_blocks = _block_view(found[name], 2, rectangle, extremes.shape[1])
+                of_blocks.copy_(torch.maximum(of_blocks, extremes))  # other rectangles may have parts of these blocks
+        return found
+
+    def zero_extremes(self, device: torch.device) -> Tensor:
+        """Two extremes per block of this rank: zeros, which leave a maximum as it is."""
+        blocks = math.prod(self.shard.scales(self.grid).local_shape)
+        return torch.zeros((blocks, 2), dtype=torch.int32, device=device)
+
+    def _encode_rectangle(
+        self, local: Sequence[Tensor], rectangle: Rectangle, agreed: Mapping[str, Tensor]
+    ) -> tuple[list[Coded], dict[str, Tensor]]:
+        """Quantizes one rectangle's elements; returns codes and scales per moment, and extremes by moment."""
+        found: dict[str, Tensor] = {}
+
+        def agree(moment: Moment, extremes: Tensor) -> Tensor:
+            if moment.name in agreed:
+                of_all_ranks = _block_view(agreed[moment.name], 2, rectangle, extremes.shape[1])
+                extremes = torch.maximum(extremes, of_all_ranks)
+            found[moment.name] = extremes
+            return extremes
+
+        blocks = [self._padded_blocks(x, rectangle) for x in local]
+        return encode_moments(self.codec, self.moments, blocks, agree=agree), found
 
     def decode(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """Dequantizes this rank's moments to float32."""
-        local = [self.local_coded(state, moment) for moment in self.moments]
+        coded = [self.codes_and_scales(state, moment) for moment in self.moments]
         if not self.codec.blockwise:
-            return decode_moments(self.codec, self.moments, local).values
-        moments = [torch.zeros(codes.shape, dtype=torch.float32, device=codes.device) for codes, _ in local]
+            return decode_moments(self.codec, self.moments, coded).values
+        moments = [torch.zeros(codes.shape, dtype=torch.float32, device=codes.device) for codes, _ in coded]
         for rectangle in self._rectangles():
-            coded = self._coded_blocks(local, rectangle)
-            for x, values in zip(moments, decode_moments(self.codec, self.moments, coded).values, strict=True):
-                self._put(x, rectangle, values)
+            decoded = decode_moments(self.codec, self.moments, self._coded_blocks(coded, rectangle)).values
+            for x, blocks in zip(moments, decoded, strict=True):
+                self._write_blocks(x, rectangle, blocks)
         return moments
 
-    def local_coded(self, state: Mapping[str, Any], moment: Moment) -> Coded:
-        """Views of a moment's codes, with 16-bit codes as int16 instead of pairs of bytes, and of its scales."""
+    def codes_and_scales(self, state: Mapping[str, Any], moment: Moment) -> Coded:
+        """A moment's codes and scales as views of its state entries: codes of 16 bits are int16, not pairs of bytes."""
         scales = state[self.scales_name(moment)] if self.has_scales(moment) else None
         codes = state[self.codes_name(moment)]
         if moment.codec(self.codec).code_dtype == torch.int16 and codes.dtype == torch.uint8:
             codes = codes.view(torch.int16).squeeze(-1)
         return Coded(codes, scales)
 
-    def check_local(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values of the step count and all moments of this rank.
+    def check_values(self, state: Mapping[str, Any], name: str) -> None:
+        """Checks this rank's part of a loaded state: the step count, all moments, and the second moments of rows.
 
-        Raises:
-            ValueError: a moment is not finite, or is below zero and not signed; or the step is no whole number.
+        Raises ValueError if one is not finite, or is below zero and not signed; or if the step is no whole number.
         """
-        if self.kept is None:
+        if self.unquantized is None:  # else the step count is the wrapped optimizer's
             checked_step(state, name)
         if self.row_grid is not None and not are_finite(state[ROW_MOMENTS], signed=False):
-            raise unsound(ROW_MOMENTS, name, signed=False)
-        local = [self.local_coded(state, moment) for moment in self.moments]
+            raise invalid_values_error(ROW_MOMENTS, name, signed=False)
+        coded = [self.codes_and_scales(state, moment) for moment in self.moments]
         if not self.codec.blockwise:
-            self._check_coded(local, name)
+            self._check_coded(coded, name)
             return
         for rectangle in self._rectangles():
-            self._check_coded(self._coded_blocks(local, rectangle), name)
+            self._check_coded(self._coded_blocks(coded, rectangle), name)
 
     def _check_coded(self, coded: Sequence[Coded], name: str) -> None:
         """Raises ValueError if a moment decodes to a number that is not finite, or is negative though unsigned."""
@@ -265,32 +272,32 @@ class SliceSpec:
         for moment, (codes, scales) in by_moment.items():
             if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
                 what = "" if scales is None else f" with {self.scales_name(moment)}"
-                raise unsound(self.codes_name(moment) + what, name, signed=moment.signed)
-        if not self.relative:
+                raise invalid_values_error(self.codes_name(moment) + what, name, signed=moment.signed)
+        if not self.has_relative_moments:
             return
-        # Relative codes decode to multiples of their unit, whose largest value times their scale must be finite, too.
-        unit = next(moment for moment in self.moments if not moment.signed)
-        scales = by_moment[unit].scales
+        # A relative moment decodes to its scale times the unsigned moment's root, so this product must be finite, too.
+        unsigned = next(moment for moment in self.moments if not moment.signed)
+        scales = by_moment[unsigned].scales
         assert scales is not None
-        largest = self.codec.decode(self.codec.largest_codes(scales[..., :1]), scales, signed=False)
+        largest_root = self.codec.decode(self.codec.largest_codes(scales[..., :1]), scales, signed=False)
         for moment in (moment for moment in self.moments if moment.is_relative(self.codec)):
             scales = by_moment[moment].scales
             assert scales is not None
-            if not are_finite(largest * scales[..., :1], signed=True):
-                of_scales = f"{self.scales_name(moment)} and {self.scales_name(unit)}"
-                raise unsound(f"{self.codes_name(moment)} with {of_scales}", name, signed=True)
+            if not are_finite(largest_root * scales[..., :1], signed=True):
+                scales_names = f"{self.scales_name(moment)} and {self.scales_name(unsigned)}"
+                raise invalid_values_error(f"{self.codes_name(moment)} with {scales_names}", name, signed=True)
 
     def _rectangles(self) -> Iterator[Rectangle]:
-        """Divides the slice into matrices (rows or parts of rows) of at most :data:`CODED_AT_A_TIME` elements."""
+        """Divides the slice into rectangles of at most :data:`_MAX_CODED_NUMEL` elements, to bound temporary memory."""
         for rectangle in self.shard.rectangles(self.grid):
             if rectangle.rows * rectangle.cols:
-                yield from rectangle.split(CODED_AT_A_TIME, self.grid.block_size)
+                yield from rectangle.split(_MAX_CODED_NUMEL, self.grid.block_size)
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
         width = moment.codec(self.codec).scales(signed=moment.signed)
         return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
-    def coded_entries(self, coded: Sequence[Coded]) -> StateDict:
+    def state_from_coded(self, coded: Sequence[Coded]) -> StateDict:
         """Puts codes and scales, one pair per moment, under the names of their state entries."""
         state: StateDict = {}
         for moment, (codes, scales) in zip(self.moments, coded, strict=True):
@@ -299,28 +306,29 @@ class SliceSpec:
                 state[self.scales_name(moment)] = scales
         return state
 
-    def _coded_blocks(self, local: Sequence[Coded], rectangle: Rectangle) -> list[Coded]:
+    def _coded_blocks(self, coded: Sequence[Coded], rectangle: Rectangle) -> list[Coded]:
         """A rectangle's codes, padded to ``(rows, blocks, block_size)``, and its scales, for each moment."""
-        coded = []
-        for moment, (codes, scales) in zip(self.moments, local, strict=True):
+        of_rectangle = []
+        for moment, (codes, scales) in zip(self.moments, coded, strict=True):
             codec = moment.codec(self.codec)
-            blocks = self._blocks(codes, rectangle, codec.zero_code(signed=moment.signed))
+            blocks = self._padded_blocks(codes, rectangle, codec.zero_code(signed=moment.signed))
             if scales is not None:
-                scales = _per_block(scales, codec.scales(signed=moment.signed), rectangle, blocks.shape[1])
-            coded.append(Coded(blocks, scales))
-        return coded
+                scales = _block_view(scales, codec.scales(signed=moment.signed), rectangle, blocks.shape[1])
+            of_rectangle.append(Coded(blocks, scales))
+        return of_rectangle
 
-    def _blocks(self, x: Tensor, rectangle: Rectangle, fill: int = 0) -> Tensor:
+    def _padded_blocks(self, x: Tensor, rectangle: Rectangle, fill: int = 0) -> Tensor:
         """A rectangle's elements of ``x``, padded with ``fill`` to whole blocks: ``(rows, blocks, block_size)``."""
-        rows = _matrix(x.reshape(-1), rectangle)
-        if lead := rectangle.first_col % self.grid.block_size:  # elements of the first block that are before it
+        rows = _matrix_view(x.reshape(-1), rectangle)
+        lead = rectangle.first_col % self.grid.block_size  # elements of the first block that lie before the rectangle
+        if lead:
             rows = torch.nn.functional.pad(rows, (lead, 0), value=fill)
         return to_blocks(rows, self.grid.block_size, fill=fill)
 
-    def _put(self, x: Tensor, rectangle: Rectangle, blocks: Tensor) -> None:
-        """Writes blocks, without padding, to a rectangle of ``x``, of the slice's shape: undoes :meth:`_blocks`."""
+    def _write_blocks(self, x: Tensor, rectangle: Rectangle, blocks: Tensor) -> None:
+        """Writes blocks, without padding, to a rectangle of ``x``: the inverse of :meth:`_padded_blocks`."""
         lead = rectangle.first_col % self.grid.block_size
-        _matrix(x.view(-1), rectangle).copy_(from_blocks(blocks, lead + rectangle.cols)[:, lead:])
+        _matrix_view(x.view(-1), rectangle).copy_(from_blocks(blocks, lead + rectangle.cols)[:, lead:])
 
 
 def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | None:
@@ -331,17 +339,15 @@ def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | N
 
 
 @cache
-def _first_codes(codec: Codec, moment: Moment) -> tuple[torch.dtype, tuple[float, ...], tuple[float, ...]]:
-    """Initial state of a moment: its codes' stored dtype, an element's code (bytes if it has two), a block's scales."""
-    dtype, zero = moment.codec(codec).code_dtype, moment.codec(codec).zero_code(signed=moment.signed)
-    code, scales = torch.tensor(zero, dtype=dtype, device="cpu"), (0.0,)
+def _initial_block(codec: Codec, moment: Moment) -> tuple[Tensor, Tensor | None]:
+    """The code (as two bytes if it has 16 bits) of every element, and the scales of a block, before the first step."""
+    moment_codec = moment.codec(codec)
+    code = torch.tensor([moment_codec.zero_code(signed=moment.signed)], dtype=moment_codec.code_dtype, device="cpu")
+    scales = torch.zeros(1, dtype=torch.float32, device="cpu") if moment_codec.blockwise else None
     if moment.initial:
         initial = torch.tensor([moment.initial], dtype=torch.float32, device="cpu")
-        (coded,) = encode_moments(codec, [moment], [initial])
-        code, scales = coded.codes[0], tuple([] if coded.scales is None else coded.scales.tolist())
-    if dtype != torch.int16:
-        return dtype, (code.item(),), scales
-    return torch.uint8, tuple(_as_bytes(code).tolist()), scales
+        ((code, scales),) = encode_moments(codec, [moment], [initial])
+    return _as_bytes(code).view(-1) if code.dtype == torch.int16 else code, scales
 
 
 def _as_bytes(codes: Tensor) -> Tensor:
@@ -349,14 +355,17 @@ def _as_bytes(codes: Tensor) -> Tensor:
     return codes.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _matrix(flat: Tensor, rectangle: Rectangle) -> Tensor:
+def _matrix_view(flat: Tensor, rectangle: Rectangle) -> Tensor:
     """A strided view ``(rows, cols)`` of a rectangle's elements in the flattened slice."""
-    begin = flat.storage_offset() + rectangle.element
+    begin = flat.storage_offset() + rectangle.local_start
     return flat.as_strided((rectangle.rows, rectangle.cols), (rectangle.row_stride, 1), begin)
 
 
-def _per_block(entry: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
-    """A view ``(rows, count, width)`` of the numbers of a rectangle's blocks, ``width`` each and ``count`` in a row."""
-    stride = rectangle.blocks_stride if rectangle.rows > 1 else count
-    rows = entry.reshape(-1, width)[rectangle.block :][: (rectangle.rows - 1) * stride + count]
+def _block_view(per_block: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
+    """A view ``(rows, count, width)`` of the ``width`` numbers (scales, extremes) of each of a rectangle's blocks.
+
+    ``per_block`` has the numbers of all blocks of the slice. ``count`` is the number of blocks in a row.
+    """
+    stride = rectangle.scales_row_stride if rectangle.rows > 1 else count
+    rows = per_block.reshape(-1, width)[rectangle.local_block :][: (rectangle.rows - 1) * stride + count]
     return rows.as_strided((rectangle.rows, count, width), (stride * width, width, 1))

@@ -18,10 +18,13 @@ from shardopt.codec import Moment
 from shardopt.kernels.weights import WeightFormat
 from shardopt.layout import FlatBuffer, Shard, shard_of
 from shardopt.state.loaded_entries import check_entry, check_moment, checked_step
-from shardopt.state.slice_spec import BESIDE_MOMENTS, LOW_BITS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
+from shardopt.state.slice_spec import LOW_BITS, NON_MOMENTS, ROW_MOMENTS, EntryFormat, SliceSpec, StateDict
 
-#: Entries of torch.optim's state (NAdam's) that are ignored, as the step count determines them.
-_DERIVED = frozenset(["mu_product"])
+#: Entries of torch.optim's state (NAdam's) that a load ignores, as the step count determines them.
+_IGNORED = frozenset(["mu_product"])
+
+#: A tensor's entries in a state dict, by name; None for a tensor without state.
+LoadedEntries = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,6 @@ class TensorSpec:
     shard: Shard
     slices: tuple[SliceSpec, ...]
 
-    @classmethod
-    def of(cls, shard: Shard, dtype: torch.dtype, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
-        """Makes the spec for a tensor with this shard and dtype, given its param group and its rule's moments.
-
-        Raises:
-            ValueError: the group's weight format, or ``repay``, does not suit the dtype.
-        """
-        if not isinstance(shard, FlatBuffer):
-            return cls(shard, (SliceSpec.of(shard, dtype, group, moments),))
-        slices = []
-        for part in shard.segments:
-            spec = SliceSpec.of(part.shard, dtype, group, moments)
-            slices.append(replace(spec, offset=part.offset, name=part.name, number=part.number))
-        return cls(shard, tuple(slices))
-
     @property
     def moments(self) -> tuple[Moment, ...]:
         """The rule's moments, the same in all slices."""
@@ -63,7 +51,7 @@ class TensorSpec:
 
     @cached_property
     def entries(self) -> dict[str, EntryFormat]:
-        """Local shape, dtype and initial values of all entries, by name: slices' entries are concatenated."""
+        """The formats of all entries in ``optimizer.state``, by name: the slices' entries are concatenated."""
         entries: dict[str, EntryFormat] = {}
         for slice_ in self.slices:
             for key, entry in slice_.entries.items():
@@ -75,15 +63,15 @@ class TensorSpec:
         return entries
 
     @property
-    def exchanges_columns(self) -> bool:
-        """Whether columns are sharded within blocks: all ranks that own a row then store all scales of the row."""
-        return any(slice_.exchanges_columns for slice_ in self.slices)
+    def has_column_cut_blocks(self) -> bool:
+        """Whether column shards cut blocks, see :attr:`SliceSpec.has_column_cut_blocks`."""
+        return any(slice_.has_column_cut_blocks for slice_ in self.slices)
 
-    def new(self, device: torch.device) -> StateDict:
-        """Allocates new state: initial moments, master weights equal to the parameter, no steps taken."""
-        return {key: self.like(key, entry.new(device)) for key, entry in self.entries.items()}
+    def new_state(self, device: torch.device) -> StateDict:
+        """Allocates the state before the first step: initial moments, and master weights equal to the parameter."""
+        return {key: self.wrap_local(key, entry.allocate(device)) for key, entry in self.entries.items()}
 
-    def like(self, key: str, local: Tensor) -> Tensor:
+    def wrap_local(self, key: str, local: Tensor) -> Tensor:
         """Wraps this rank's part of entry ``key`` as the optimizer stores it: for a DTensor parameter, as a DTensor."""
         if key == "step":
             return local
@@ -97,24 +85,25 @@ class TensorSpec:
             for key, value in state.items():
                 by_name.setdefault(slice_.entry_name(key), []).append(value)
         return {
-            name: self.like(name, values[0] if name == "step" or len(values) == 1 else torch.cat(values))
+            name: self.wrap_local(name, values[0] if name == "step" or len(values) == 1 else torch.cat(values))
             for name, values in by_name.items()
         }
 
     def split(self, state: Mapping[str, Any]) -> list[StateDict]:
-        """Divides a tensor's entries, as far as ``state`` has them, by slice: views of this rank's plain tensors."""
-        ends: dict[str, int] = {}
+        """Divides a tensor's entries by slice: views of this rank's plain tensors. ``state`` may lack entries."""
+        rows_taken: dict[str, int] = {}  # by entry, by the slices before
         states = []
         for slice_ in self.slices:
             slice_state: StateDict = {}
             for key, entry in slice_.entries.items():
                 name = slice_.entry_name(key)
-                if name in state:
-                    slice_state[key] = state[name] if slice_.is_whole(key) else self.shard.local(state[name])
-                    if slice_.name is not None and key != "step":
-                        first = ends.get(name, 0)
-                        ends[name] = first + entry.shape[0]
-                        slice_state[key] = slice_state[key][first : ends[name]]
+                if name not in state:
+                    continue
+                slice_state[key] = state[name] if slice_.is_replicated(key) else self.shard.local(state[name])
+                if slice_.name is not None and key != "step":
+                    first = rows_taken.get(name, 0)
+                    rows_taken[name] = first + entry.shape[0]
+                    slice_state[key] = slice_state[key][first : rows_taken[name]]
             states.append(slice_state)
         return states
 
@@ -140,76 +129,97 @@ class TensorSpec:
             (values,) = (slice_.decode(slice_state) for slice_, slice_state in states)
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
-    def has_floats(self, loaded: Mapping[str, Any]) -> bool:
+    def has_float_moments(self, loaded: Mapping[str, Any]) -> bool:
         """Whether loaded entries have float moments of the tensor's shape, as torch.optim saves, and no codes."""
-        floats, entries = {moment.name for moment in self.moments}, self.entries.keys() - BESIDE_MOMENTS
+        floats, own_entries = {moment.name for moment in self.moments}, self.entries.keys() - NON_MOMENTS
         if not floats or not floats <= loaded.keys():
             return False
-        if isinstance(self.shard, FlatBuffer) and entries == floats:  # but the state's own moments have no padding
+        if isinstance(self.shard, FlatBuffer) and own_entries == floats:
+            # The names are equal: only torch.optim's moments include the buffer's padding.
             return all(getattr(loaded[name], "shape", None) == self.shard.local_shape for name in floats)
-        return loaded.keys().isdisjoint(entries - floats)
+        return loaded.keys().isdisjoint(own_entries - floats)
 
-    def check_loaded(self, loaded: Mapping[str, Any], name: str, *, of_torch: bool) -> None:
-        """Checks entries before :meth:`adopt`, but not the values of codes and scales, which :meth:`check_local` does.
+    def check_loaded(self, loaded: Mapping[str, Any], name: str, *, may_lack_low_bits: bool) -> None:
+        """Checks names and formats of loaded entries, step count and float moments; not the values of codes and scales.
+
+        :meth:`check_values` checks codes and scales of the state that :meth:`state_from_loaded` makes.
 
         Args:
             loaded: entries as shardopt stores them, or torch.optim's state of the tensor.
             name: the parameter's name in errors.
-            of_torch: whether the state may be torch.optim's, which lacks low bits: master weights then equal the
-                parameter at first.
+            may_lack_low_bits: whether the state may be torch.optim's: master weights then begin equal to the parameter.
 
-        Raises:
-            ValueError: the entries are of another optimizer, or of a parameter of another shape, or have float moments
-                that are not finite.
+        Raises ValueError if the entries are of another optimizer or another shape, or float moments are not finite.
         """
-        got, expected = ", ".join(loaded), ", ".join(self.entries)
+        self._check_names(loaded, name, may_lack_low_bits=may_lack_low_bits)
+        has_float_moments, expected = self.has_float_moments(loaded), self.new_state(torch.device("meta"))
+        if has_float_moments:
+            floats = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
+            expected = {key: entry for key, entry in expected.items() if key in NON_MOMENTS}
+            expected.update((moment.name, floats) for moment in self.moments)
+        for key, entry in expected.items():
+            if key == "step" or key not in loaded:
+                continue
+            check_entry(loaded[key], entry, key, name)
+            has_any_dtype = has_float_moments and key not in NON_MOMENTS  # check_moment demands floats
+            if loaded[key].dtype != entry.dtype and not has_any_dtype:
+                raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {entry.dtype}")
+        for slice_moments in self.split_moments(loaded) if has_float_moments else ():
+            for moment, x in zip(self.moments, slice_moments, strict=True):
+                check_moment(x, moment.name, name, signed=moment.signed)
+        checked_step(loaded, name)
+
+    def _check_names(self, loaded: Mapping[str, Any], name: str, *, may_lack_low_bits: bool) -> None:
+        """Raises ValueError unless loaded entries are those of this state, by name, or torch.optim's float moments."""
+        got, floats = ", ".join(loaded), {moment.name for moment in self.moments}
         if not self.weights.low_bits and LOW_BITS in loaded:
             raise ValueError(
                 f"{name}: got state with {got}, expected no {LOW_BITS} for a parameter of {self.weights.dtype}, which "
                 "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
                 "full_precision_parameters() gave"
             )
-        has_floats, wanted = self.has_floats(loaded), self.new(torch.device("meta"))
-        optional = {"step"} | ({LOW_BITS} if of_torch else set()) | ({ROW_MOMENTS} if has_floats else set())
-        if has_floats:
-            floats = self.shard.like_parameter(torch.empty(self.shard.local_shape, device="meta"))
-            wanted = {key: like for key, like in wanted.items() if key in BESIDE_MOMENTS}
-            wanted.update((moment.name, floats) for moment in self.moments)
-        known = {"step", *_DERIVED, *self.entries, *(moment.name for moment in self.moments)}
+        required, optional = set(self.entries), {"step"} | ({LOW_BITS} if may_lack_low_bits else set())
+        if self.has_float_moments(loaded):
+            required, optional = (required & NON_MOMENTS) | floats, optional | {ROW_MOMENTS}
+        known = {"step", *_IGNORED, *self.entries, *floats}
         is_unknown = any(key not in known and isinstance(value, Tensor) for key, value in loaded.items())
-        if is_unknown or not wanted.keys() - optional <= loaded.keys():
+        if is_unknown or not required - optional <= loaded.keys():
             raise ValueError(
-                f"{name}: got state with {got}, expected {expected}; was it saved by another optimizer, or with other "
-                "quantization options or master_weight_bits?"
+                f"{name}: got state with {got}, expected {', '.join(self.entries)}; was it saved by another optimizer, "
+                "or with other quantization options or master_weight_bits?"
             )
-        wanted = {key: like for key, like in wanted.items() if key != "step" and key in loaded}
-        for key, like in wanted.items():
-            check_entry(loaded[key], like, key, name)
-            if loaded[key].dtype != like.dtype and not (has_floats and key not in BESIDE_MOMENTS):
-                raise ValueError(f"{name}: got {key} of {loaded[key].dtype}, expected {like.dtype}")
-        for slice_moments in self.split_moments(loaded) if has_floats else ():
-            for moment, x in zip(self.moments, slice_moments, strict=True):
-                check_moment(x, moment.name, name, signed=moment.signed)
-        checked_step(loaded, name)
 
-    def adopt(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
-        """Copies checked entries, with floats already quantized, to ``device``; missing ones get initial values."""
+    def state_from_loaded(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:
+        """Makes new state on ``device`` from copies of checked entries, whose float moments were quantized already.
+
+        Low bits and second moments of rows, which torch.optim's state lacks, get their initial values.
+        """
         state: StateDict = {}
         for key, entry in self.entries.items():
             if key == "step":
                 state[key] = torch.tensor(checked_step(loaded, name), dtype=torch.float32, device=device)
             elif key in loaded:
                 state[key] = loaded[key].detach().clone(memory_format=torch.contiguous_format).to(device)
-            else:  # low bits or second moments of rows, which torch.optim's state lacks
-                state[key] = self.like(key, entry.new(device))
+            else:
+                state[key] = self.wrap_local(key, entry.allocate(device))
         return state
 
-    def check_local(self, state: Mapping[str, Any], name: str) -> None:
-        """Checks the values of all slices' entries with :meth:`SliceSpec.check_local`."""
+    def check_values(self, state: Mapping[str, Any], name: str) -> None:
+        """Checks the values of a state's step count and moments, of all slices; see :meth:`SliceSpec.check_values`."""
         for slice_, slice_state in zip(self.slices, self.split(state), strict=True):
-            slice_.check_local(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
+            slice_.check_values(slice_state, name if slice_.name is None else f"{slice_.name} in {name}")
 
 
 def tensor_spec_of(param: Tensor, group: Mapping[str, Any], moments: tuple[Moment, ...]) -> TensorSpec:
-    """The spec of a parameter's state in a param group; see :meth:`TensorSpec.of`."""
-    return TensorSpec.of(shard_of(param), param.dtype, group, moments)
+    """The spec of a parameter's state in a param group, given its rule's moments.
+
+    Raises ValueError if the group's weight format, or ``repay``, does not suit the parameter's dtype.
+    """
+    shard = shard_of(param)
+    if not isinstance(shard, FlatBuffer):
+        return TensorSpec(shard, (SliceSpec.of(shard, param.dtype, group, moments),))
+    slices = []
+    for segment in shard.segments:
+        spec = SliceSpec.of(segment.shard, param.dtype, group, moments)
+        slices.append(replace(spec, offset=segment.offset, name=segment.name, number=segment.number))
+    return TensorSpec(shard, tuple(slices))

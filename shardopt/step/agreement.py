@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, NoReturn
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,10 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.layout import RankGroup, on_any_rank
+from shardopt.layout import RankGroup, all_reduce_any
 
 _DIGEST_BYTES = 16
-_GRADIENT = "a gradient"  # key in a line: whether the parameter has a gradient
+_GRADIENT = "a gradient"  # key in a description: whether the parameter has a gradient
 _HELD_ELSEWHERE = "parameters of which this rank holds no part"
 _READ_HERE_ONLY = "options or gradients (ranks on GPUs that changed nothing do not read this, and will time out)"
 #: Indices of the first three answers in a check; answers about gradients follow.
@@ -40,89 +41,93 @@ _AS_AGREED, _CHANGED, _SEVERAL = range(3)
 Answers = npt.NDArray[np.int32]
 
 
-class Line(NamedTuple):
-    """The description of a parameter for a set of ranks that exchange its data; ranks compare digests of all lines.
+class PlanEntry(NamedTuple):
+    """A parameter whose data a set of ranks exchanges. The ranks of the set compare digests of all their entries.
 
     Attributes:
-        tensor: the index of the optimizer's parameter in the step.
+        parameter: the parameter's index in the step.
         device: the parameter's device.
-        known_as: the parameter's name in errors, which may differ on other ranks.
-        says: the properties that must be equal on all ranks, by their names in errors.
-        is_sized: whether the sizes of exchanged messages depend on whether the parameter has a gradient.
-        is_held: whether this rank has elements of the parameter, and so may have a gradient.
-        is_joint: whether all ranks of the set or none must have a gradient of the parameter.
+        name: the parameter's name in errors, which may differ on other ranks.
+        properties: the properties that must be equal on all ranks, by their names in errors.
+        sizes_messages: whether the sizes of exchanged messages depend on whether the parameter has a gradient.
+        may_have_gradient: whether this rank can have a gradient, which it cannot if it has no elements.
+        needs_all_gradients: whether a gradient must exist on all ranks of the set, where it may, or on none of them.
     """
 
-    tensor: int
+    parameter: int
     device: torch.device
-    known_as: str
-    says: dict[str, Any]
-    is_sized: bool
-    is_held: bool
-    is_joint: bool
+    name: str
+    properties: dict[str, Any]
+    sizes_messages: bool
+    may_have_gradient: bool
+    needs_all_gradients: bool
+
+
+class _Outcome(Enum):
+    """The result of the check of a set of ranks, on this rank."""
+
+    equal = auto()
+    equal_and_linked = auto()  # a rank of the set belongs to another set, too
+    differs = auto()  # as all ranks of the set have learnt
+    differs_here_only = auto()  # on a GPU, where a rank that changed nothing does not read what was found
 
 
 class StepPlan:
     """This rank's descriptions of the parameters whose data a step exchanges, and their comparison with other ranks'.
 
     Args:
-        sets: for each set of ranks, the parameters' descriptions, in an order that is equal on all ranks of the set.
-        stepped: the indices of the parameters that have a gradient on this rank.
-        on_difference: is called when ranks differ, before the error is raised.
-        single: whether the step is of one parameter; see :func:`shardopt.step.plan.plan_of`.
-
-    Attributes:
-        digests: for each set of ranks, the digest of its descriptions.
-        checks: for each set that has a check, this rank's answers if nothing changed; in one order on all ranks.
-        devices: for each set of ranks, the device of the tensors that its checks all-reduce.
-        single: see above.
+        sets: for each set of ranks, its entries, in an order that is equal on all ranks of the set.
+        with_gradient: the indices of the parameters that have a gradient on this rank.
+        is_single: whether the step is of one parameter; see :func:`shardopt.step.plan.plan_of`.
     """
 
     def __init__(
-        self,
-        sets: Mapping[RankGroup, list[Line]],
-        stepped: Container[int],
-        on_difference: Callable[[], None],
-        *,
-        single: bool,
+        self, sets: Mapping[RankGroup, list[PlanEntry]], with_gradient: Container[int], *, is_single: bool
     ) -> None:
+        self.is_single = is_single
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
-        self.devices = {ranks: _device_of(lines) for ranks, lines in self._sets.items()}
-        self.digests: dict[RankGroup, bytes] = {}
-        self.single, self._on_difference = single, on_difference
+        self._devices = {ranks: _device_of(entries) for ranks, entries in self._sets.items()}
         self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
-        self._take(stepped)
+        self._digests: dict[RankGroup, bytes] = {}
+        self._set_gradients(with_gradient)
 
-    def with_gradients(self, stepped: Container[int]) -> StepPlan:
+    def with_gradients(self, with_gradient: Container[int]) -> StepPlan:
         """The plan of a step in which these parameters, by their indices, have a gradient on this rank."""
         plan = copy(self)
-        plan._take(stepped)
+        plan._set_gradients(with_gradient)
         return plan
 
-    def _take(self, stepped: Container[int]) -> None:
-        self._stepped = stepped
-        if not self.digests or any(line.is_sized for lines in self._sets.values() for line in lines):
-            self.digests = {ranks: self._digest(lines) for ranks, lines in self._sets.items()}
-        self.checks = {ranks: self._answers(lines) for ranks, lines in self._sets.items() if self._is_checked(lines)}
+    def _set_gradients(self, with_gradient: Container[int]) -> None:
+        """Computes this rank's digests, if they depend on gradients, and its answers."""
+        self._with_gradient = with_gradient
+        if not self._digests or any(entry.sizes_messages for entries in self._sets.values() for entry in entries):
+            self._digests = {ranks: self._digest(entries) for ranks, entries in self._sets.items()}
+        # For each set that has a check, this rank's answers if nothing changed; in one order on all ranks.
+        self._checks = {ranks: self._answers(ranks) for ranks in self._sets if self._is_checked(ranks)}
 
-    def _is_checked(self, lines: Sequence[Line]) -> bool:
-        if not self.single and _device_of(lines).type == "cpu":
+    def _is_checked(self, ranks: RankGroup) -> bool:
+        if not self.is_single and self._devices[ranks].type == "cpu":
             return True
-        return any(line.is_joint or (line.is_sized and line.tensor in self._stepped) for line in lines)
+        return any(
+            entry.needs_all_gradients or (entry.sizes_messages and entry.parameter in self._with_gradient)
+            for entry in self._sets[ranks]
+        )
 
-    def _answers(self, lines: Sequence[Line]) -> Answers:
-        is_held = {line.tensor: line.is_held for line in lines if line.is_joint}
-        has = [here and index in self._stepped for index, here in is_held.items()]
-        lacks = [here and index not in self._stepped for index, here in is_held.items()]
+    def _answers(self, ranks: RankGroup) -> Answers:
+        may_have = {each.parameter: each.may_have_gradient for each in self._sets[ranks] if each.needs_all_gradients}
+        has = [may and index in self._with_gradient for index, may in may_have.items()]
+        lacks = [may and index not in self._with_gradient for index, may in may_have.items()]
         return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
 
-    def _digest(self, lines: Sequence[Line]) -> bytes:
-        return digest_of(json.dumps([self._said(line, always=False) for line in lines]))
+    def _digest(self, entries: Sequence[PlanEntry]) -> bytes:
+        described = [self._described(entry) if entry.sizes_messages else entry.properties for entry in entries]
+        return digest_of(json.dumps(described))
 
-    def _said(self, line: Line, *, always: bool) -> dict[str, Any]:
-        if not line.is_held or not (line.is_sized or always):
-            return line.says
-        return {**line.says, _GRADIENT: line.tensor in self._stepped}
+    def _described(self, entry: PlanEntry) -> dict[str, Any]:
+        """An entry's properties, and whether the parameter has a gradient, if it may."""
+        if not entry.may_have_gradient:
+            return entry.properties
+        return {**entry.properties, _GRADIENT: entry.parameter in self._with_gradient}
 
     def agree(self, agreed: StepPlan | None) -> StepPlan:
         """Runs the consistency checks of all sets of ranks, and compares changed descriptions. Called once per step.
@@ -137,99 +142,89 @@ class StepPlan:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
                 changed.
         """
-        now, before, changed = self.digests, {} if agreed is None else agreed.digests, set[RankGroup]()
-        if now is not before:
-            changed = {ranks for ranks in {*before, *now} if before.get(ranks) != now.get(ranks)}
         if agreed is not None:
             self._on_gpus = agreed._on_gpus
-        sets = list(self.checks)
-        if changed:
-            sets = [x for x in sorted(dict.fromkeys([*now, *before]), key=order_of) if x in changed or x in self.checks]
-        differing: list[RankGroup] = []
-        joined: list[RankGroup] = []  # the sets in which at least one rank belongs to another set, too
-        otherwise = _HELD_ELSEWHERE
+        last = {} if agreed is None else agreed._digests
+        sets = list(self._sets)
+        if last.keys() != self._digests.keys():
+            sets = sorted(dict.fromkeys([*sets, *last]), key=order_of)
+        outcomes: dict[RankGroup, _Outcome] = {}
         for ranks in sets:
-            plan = self if agreed is None or ranks in now else agreed
-            device, answers = plan.devices[ranks], self.checks.get(ranks)
-            if ranks in changed:  # say only "changed", in a message of the last agreed length, which other ranks expect
-                answers = None if agreed is None else agreed.checks.get(ranks)
-                if answers is not None:
-                    answers = np.zeros_like(answers)
-                    answers[_CHANGED] = 1
-            found = None if answers is None else self._reduced(ranks, answers, device)
-            if found is not None and _differ(found):
-                if device.type == "cuda":
-                    otherwise = _READ_HERE_ONLY
-                else:
-                    differing.append(ranks)
-                continue
-            if found is None or found[_CHANGED]:
-                if not _are_equal(ranks, now.get(ranks, bytes(_DIGEST_BYTES))):
-                    differing.append(ranks)
-                    continue
-                if ranks not in self.checks:
-                    continue
-                found = self._reduced(ranks, self.checks[ranks], device)
-                if _differ(found):
-                    differing.append(ranks)
-            if found[_SEVERAL]:
-                joined.append(ranks)
-        if on_any_rank(joined, bool(differing) or otherwise is _READ_HERE_ONLY):
+            has_changed = last.get(ranks) != self._digests.get(ranks)
+            if has_changed or ranks in self._checks:
+                outcomes[ranks] = self._check_set(ranks, agreed, has_changed=has_changed)
+        linked = [ranks for ranks, outcome in outcomes.items() if outcome is _Outcome.equal_and_linked]
+        differing = [ranks for ranks, outcome in outcomes.items() if outcome is _Outcome.differs]
+        is_read_here_only = _Outcome.differs_here_only in outcomes.values()
+        if all_reduce_any(linked, bool(differing) or is_read_here_only):
             self._on_gpus.clear()  # the next check is read, too
-            self._refuse(differing, otherwise)
+            found = [self._first_difference(ranks) for ranks in differing]  # of all, as their other ranks wait
+            found.append(_READ_HERE_ONLY if is_read_here_only else _HELD_ELSEWHERE)
+            raise RuntimeError(
+                f"got ranks that differ in {next(filter(None, found))}, expected the same on all ranks that step "
+                "parts of the same parameters; give their optimizers the same parameters, in the same order and with "
+                "the same options, and gradients to all of them or to none; this step changed nothing on this rank"
+            )
         return self
 
-    def _reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers:
-        """All-reduces (maximum) the answers of a set of ranks, in a tensor on a device.
+    def _check_set(self, ranks: RankGroup, agreed: StepPlan | None, *, has_changed: bool) -> _Outcome:
+        """Runs the check of a set of ranks and, in the first step and after a change, compares digests. Collective.
 
-        On a GPU the host would have to wait for the result: a rank reads it only if its own answers differ from those
-        in its last check. Otherwise it returns zeros, which mean that it has seen no difference.
+        ``has_changed`` says whether this rank's description for the set differs from the one in ``agreed``.
+        """
+        plan = self if agreed is None or ranks in self._sets else agreed
+        device, answers = plan._devices[ranks], self._checks.get(ranks)
+        if has_changed:  # say only "changed", in a message of the last agreed length, which other ranks expect
+            answers = None if agreed is None else agreed._checks.get(ranks)
+            if answers is not None:
+                answers = np.zeros_like(answers)
+                answers[_CHANGED] = 1
+        found = None if answers is None else self._all_reduced(ranks, answers, device)
+        if found is not None and _differ(found):
+            return _Outcome.differs_here_only if device.type == "cuda" else _Outcome.differs
+        if answers is None or (found is not None and found[_CHANGED]):
+            if not _are_equal(ranks, self._digests.get(ranks, bytes(_DIGEST_BYTES))):
+                return _Outcome.differs
+            answers = self._checks.get(ranks)
+            found = None if answers is None else self._all_reduced(ranks, answers, device)
+            if found is not None and _differ(found):
+                return _Outcome.differs
+        # Ranks on GPUs do not all read what was found, so that they cannot tell others.
+        is_linked = found is not None and device.type != "cuda" and found[_SEVERAL]
+        return _Outcome.equal_and_linked if is_linked else _Outcome.equal
+
+    def _all_reduced(self, ranks: RankGroup, answers: Answers, device: torch.device) -> Answers | None:
+        """All-reduces (maximum) the answers of a set of ranks, in a tensor on a device. Collective.
+
+        Returns:
+            The answers' maxima. None if this rank does not read them: on a GPU, for which the host would have to wait,
+            if its answers are those of its last check, or while a CUDA graph is captured.
         """
         if device.type != "cuda":
             message = torch.from_numpy(answers.copy())
             ranks.all_reduce_max(message)
             return message.numpy()
-        found = np.zeros_like(answers)
         if torch.cuda.is_current_stream_capturing():  # a replay of the graph could not report a difference
-            return found
-        said, there = self._on_gpus.get(ranks, (None, None))
-        is_new = said is None or not np.array_equal(said, answers)
-        if there is None or is_new:
-            there = torch.from_numpy(answers.copy()).to(device)
-            self._on_gpus[ranks] = answers, there
-        use_in_current_stream(device, (there,))
-        message = there.clone()
-        ranks.all_reduce_max(message)
+            return None
+        is_new = ranks not in self._on_gpus or not np.array_equal(self._on_gpus[ranks][0], answers)
         if is_new:
-            found = np.asarray(message.cpu().numpy())
-            found[_SEVERAL] = 0  # ranks that do not read it cannot tell others what they found
-        return found
-
-    def _refuse(self, differing: Iterable[RankGroup], otherwise: str) -> NoReturn:
-        """Raises the error that names the first difference.
-
-        Args:
-            differing: the sets of ranks that have found a difference, all of which call this.
-            otherwise: what differs if this rank is in none of these sets.
-        """
-        self._on_difference()
-        found = [self._first_difference(ranks) for ranks in sorted(differing, key=order_of)]
-        difference = next(filter(None, found), otherwise)
-        raise RuntimeError(
-            f"got ranks that differ in {difference}, expected the same on all ranks that step parts of the "
-            "same parameters; give their optimizers the same parameters, in the same order and with the same options, "
-            "and gradients to all of them or to none; this step changed nothing on this rank"
-        )
+            self._on_gpus[ranks] = answers, torch.from_numpy(answers.copy()).to(device)
+        _, on_gpu = self._on_gpus[ranks]
+        use_in_current_stream(device, (on_gpu,))
+        message = on_gpu.clone()
+        ranks.all_reduce_max(message)
+        return np.asarray(message.cpu().numpy()) if is_new else None
 
     def _first_difference(self, ranks: RankGroup) -> str | None:
-        description = [[line.known_as, self._said(line, always=True)] for line in self._sets.get(ranks, ())]
-        of_ranks = {rank: json.loads(text) for rank, text in ranks.gathered(json.dumps(description).encode()).items()}
+        """Gathers the descriptions of all ranks of a set, and says how they first differ. Collective."""
+        description = [[entry.name, self._described(entry)] for entry in self._sets.get(ranks, ())]
+        of_ranks = {rank: json.loads(text) for rank, text in ranks.all_gather(json.dumps(description).encode()).items()}
         return _difference(of_ranks)
 
 
-def _device_of(lines: Sequence[Line]) -> torch.device:
+def _device_of(entries: Sequence[PlanEntry]) -> torch.device:
     """The device on which ranks all-reduce their checks of some parameters: a GPU if a parameter is on it, else CPU."""
-    return next((line.device for line in lines if line.device.type != "cpu"), torch.device("cpu"))
+    return next((entry.device for entry in entries if entry.device.type != "cpu"), torch.device("cpu"))
 
 
 def digest_of(text: str) -> bytes:
@@ -239,7 +234,7 @@ def digest_of(text: str) -> bytes:
 
 def order_of(ranks: RankGroup) -> tuple[object, ...]:
     """Sort key by which all ranks order sets of ranks equally, although ranks know different sets. Small ones first."""
-    groups = ranks.numbers_in_world
+    groups = ranks.global_ranks_by_group
     sizes = tuple(map(len, groups))
     return (math.prod(sizes), len(groups), groups[0] if len(groups) == 1 else sizes)
 

@@ -12,23 +12,22 @@ from torch import Tensor
 
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import Call, LossScaling, Tables
+from shardopt.kernels.dispatch import Call, LossScaling
 from shardopt.kernels.dispatch_cuda import make_call
-from shardopt.kernels.streamed import KEPT_MOVES, StreamedCall
+from shardopt.kernels.streamed import PARAM_FIELDS, StreamedCall
 from shardopt.kernels.strided import StridedCall
 from shardopt.state import residency as residencies
 from shardopt.state.residency import Offload
 from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks
-from shardopt.step.inputs import Input
+from shardopt.step.inputs import StepParameter
 
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 _CPU = torch.device("cpu")
 
-
 #: Key by which parameters are grouped into batches: their option ``offload``, and an index, which is None if parameter
 #: and gradient are contiguous; a parameter that is strided, or whose gradient is, has a batch of its own.
-Alike = tuple[Offload, int | None]
+BatchKey = tuple[Offload, int | None]
 
 
 class Batch:
@@ -36,59 +35,57 @@ class Batch:
 
     Args:
         device: the device of the parameters.
-        alike: the key of the batch, equal for all its parameters.
+        key: the key of the batch, equal for all its parameters.
         rows: table rows of the dtype :data:`shardopt.step.rows.ROW`.
         counted: the parameters whose step counts the call increments.
         context: the optimizer.
+
+    Attributes:
+        strided_index: the index of the only parameter, if it or its gradient is strided; otherwise None.
+        strided_call: ``call`` if there is a ``strided_index``; needs the parameter and the gradient during a step.
+        parameters: per row, the parameter's index.
+        first_elements: per row, the index of its first element in the parameter's local tensor.
     """
 
     def __init__(
         self,
         device: torch.device,
-        alike: Alike,
+        key: BatchKey,
         rows: npt.NDArray[np.void],
-        counted: Sequence[Input],
+        counted: Sequence[StepParameter],
         context: StepContext,
     ) -> None:
-        offload, self.strided = alike
-        steps = np.array([parameter.step for parameter in counted], dtype=np.uint64)
-        self.tables = Tables(rows["kernel_row"].copy(), steps, _CODEC_TABLES)
-        self.tensors, self.elements = rows["tensor"].copy(), rows["element"].copy()
-        self.kernels = kernels_of(device, offload)
+        offload, self.strided_index = key
+        steps = np.array([parameter.step_address for parameter in counted], dtype=np.uint64)
+        self.kernel_rows = rows["kernel_row"].copy()
+        self.parameters, self.first_elements = rows["parameter"].copy(), rows["element"].copy()
+        self.kernel_device = kernel_device(device, offload)
         self.is_new = True  # until the first update
-        make = partial(make_call, self.kernels, skipped=context.skipped)
+        make = partial(make_call, self.kernel_device, codec_tables=_CODEC_TABLES, skipped=context.skipped)
         if offload is None:
-            call: Call = make(self.tables)
+            call: Call = make(self.kernel_rows, steps)
         else:
-            new_unit = (np.diff(self.tensors, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0)
-            is_on_host = any(parameter.gradient_on_host for parameter in counted)  # so that it is not copied
-            moves = KEPT_MOVES if is_on_host else residencies.MOVES[offload]
+            units = np.cumsum((np.diff(self.parameters, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
+            gradient_on_host = any(parameter.gradient_on_host for parameter in counted)  # then it is not copied there
+            fields = PARAM_FIELDS if gradient_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
-            call = StreamedCall(self.tables, rows["extent"], np.cumsum(new_unit), moves, transfers, size, make)
-        self.call: Call = call if self.strided is None else StridedCall(self.tables, self.elements, call)
+            call = StreamedCall(self.kernel_rows, steps, rows["extent"], units, fields, transfers, size, make)
+        self.strided_call: StridedCall | None = None
+        if self.strided_index is not None:
+            call = self.strided_call = StridedCall(self.kernel_rows, self.first_elements, call)
+        self.call = call
 
     def fill(self, watched: _C.Inputs) -> bool:
         """Writes the gradients' current addresses into the table; returns whether an address has changed."""
-        return watched.fill(self.tables.kernel_rows, self.tensors, self.elements)
+        return watched.fill(self.kernel_rows, self.parameters, self.first_elements)
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Passes the options, the loss scale and changed rows to the kernel call before it runs.
-
-        Args:
-            rows_changed: whether the table's rows were changed in place since the last update.
-            groups: the param groups' options, in rows of ``_C.group_row``.
-            scaling: the loss scale.
-        """
+        """Passes changed rows, the rows of options and the loss scale to the kernel call; see :meth:`Call.update`."""
         self.call.update(rows_changed or self.is_new, groups, scaling)
         self.is_new = False
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the temporary contiguous copies that the call makes of tensors that are not contiguous."""
-        return self.call.copied_bytes if isinstance(self.call, StridedCall) else 0
 
-
-def kernels_of(device: torch.device, offload: Offload) -> torch.device:
+def kernel_device(device: torch.device, offload: Offload) -> torch.device:
     """The device whose kernels update a parameter: the CPU with ``offload="step"``, or the parameter's own device."""
     return _CPU if offload == "step" else device
 
@@ -96,14 +93,14 @@ def kernels_of(device: torch.device, offload: Offload) -> torch.device:
 def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
     """Updates parameters by kernel calls, with all-reduces of cut blocks between phases, which all ranks must join."""
     if cuts:
-        cuts.keep_scales()
+        cuts.copy_scales()
         cuts.clear_extremes()
     for call in calls:
         call.run(_C.Phase.step)
     if not cuts:
         return
-    for phase in (_C.Phase.relative, _C.Phase.finish) if cuts.relative else (_C.Phase.finish,):
-        cuts.exchange_extremes()
+    for phase in (_C.Phase.relative, _C.Phase.finish) if cuts.has_relative else (_C.Phase.finish,):
+        cuts.reduce_extremes()
         for call in calls:
             call.run(phase)
     cuts.share_scales()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.layout import Counted, RankGroup
+from shardopt.layout import HoldersForSums, RankGroup
 from shardopt.state.rule import Rule
-from shardopt.step.inputs import Input
+from shardopt.step.inputs import StepParameter
 from shardopt.step.over_all import OverAll
 
 
@@ -21,52 +21,53 @@ class ExactSums:
     The kernels add integers, so that the order does not matter. One all-reduce per set of ranks adds up the sums of all
     parameters that these ranks share. Every step all-reduces every sum, with or without gradients on this rank.
 
+    Sets ``sum_addresses`` of the parameters.
+
     Args:
-        tensors: the parameters whose rules need sums, each with its rule and the device of the kernels that update it;
-            in an order that is equal on all ranks.
+        parameters: the parameters whose rules need sums, each with its rule and the device of the kernels that update
+            it; in an order that is equal on all ranks.
     """
 
-    def __init__(self, tensors: Iterable[tuple[Input, Rule, torch.device]]) -> None:
-        counts: dict[tuple[bool, Any], int] = {}  # by whether a sum is over all parameters, and the ranks with parts
-        places: list[tuple[Input, int, tuple[bool, Any], torch.device, int]] = []
-        for parameter, rule, device in tensors:
-            for place, slice_ in enumerate(parameter.slices):
-                shard = slice_.shard
-                key = rule.totals, shard.counted() if rule.totals else shard.divided_among()
-                first = 0 if rule.totals else counts.get(key, 0)
-                places.append((parameter, place, key, device, first))
-                counts[key] = first + rule.sums
-        # int64, (sums, words). Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
-        buffers: dict[tuple[bool, Any], dict[torch.device, Tensor]] = {key: {} for key in counts}
-        for parameter, place, key, device, first in places:
-            if device not in buffers[key]:
-                shape = (counts[key], _C.sum_words)
-                buffers[key][device] = torch.zeros(shape, dtype=torch.int64, device=device)
-            parameter.sums[place] = buffers[key][device][first].data_ptr()
-        self._of_each: dict[RankGroup | None, list[Tensor]] = {}
-        self._of_all: dict[Counted | None, list[Tensor]] = {}  # this rank's parts
-        for (totals, ranks), by_device in buffers.items():
-            (self._of_all if totals else self._of_each)[ranks] = list(by_device.values())
-        self._over_all = OverAll(self._of_all)
+    def __init__(self, parameters: Iterable[tuple[StepParameter, Rule, torch.device]]) -> None:
+        self._per_parameter: dict[RankGroup | None, list[Tensor]] = {}
+        self._totals: dict[HoldersForSums | None, list[Tensor]] = {}  # this rank's parts
+        # The slices with the same kind of sums, and whose shards the same ranks hold; with the number of sums.
+        alike: dict[tuple[bool, Any], list[tuple[StepParameter, int, int, torch.device]]] = {}
+        for parameter, rule, device in parameters:
+            for index, slice_ in enumerate(parameter.slices):
+                holders = slice_.shard.holders_for_sums() if rule.has_totals else slice_.shard.make_part_group()
+                alike.setdefault((rule.has_totals, holders), []).append((parameter, index, rule.sum_count, device))
+        for (is_total, holders), slices in alike.items():
+            counts = [count for _, _, count, _ in slices]
+            shape = (max(counts) if is_total else sum(counts), _C.sum_words)
+            # Each device's buffer has all sums of a set of ranks, as ranks may differ in devices.
+            devices = dict.fromkeys(device for *_, device in slices)
+            buffers = {device: torch.zeros(shape, dtype=torch.int64, device=device) for device in devices}
+            first = 0
+            for parameter, index, count, device in slices:
+                parameter.sum_addresses[index] = buffers[device][first].data_ptr()
+                first += 0 if is_total else count  # in totals, all parameters add to the same sums
+            (self._totals if is_total else self._per_parameter)[holders] = list(buffers.values())
+        self._over_all = OverAll(self._totals)
 
     @property
     def memory(self) -> list[Tensor]:
         """All buffers of sums, which the kernels of a step write."""
-        return [buffer for buffers in (*self._of_each.values(), *self._of_all.values()) for buffer in buffers]
+        return [buffer for buffers in (*self._per_parameter.values(), *self._totals.values()) for buffer in buffers]
 
     @property
     def communicates(self) -> bool:
         """Whether sums are all-reduced over several ranks."""
-        return any(ranks is not None for ranks in self._of_each) or bool(self._over_all.messages)
+        return any(ranks is not None for ranks in self._per_parameter) or bool(self._over_all.reductions)
 
     def clear(self) -> None:
         """Sets all sums to zero, at the beginning of a step."""
         for buffer in self.memory:
             buffer.zero_()
 
-    def exchange(self) -> None:
+    def all_reduce(self) -> None:
         """All-reduces the sums over each parameter, within the ranks that hold shards of the parameter."""
-        for ranks, (total, *others) in self._of_each.items():
+        for ranks, (total, *others) in self._per_parameter.items():
             if ranks is not None:
                 for other in others:
                     total += other.to(total.device)
@@ -75,18 +76,14 @@ class ExactSums:
                     other.copy_(total)
 
     def total(self) -> Tensor | None:
-        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if this rank has no sums.
+        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if no parameter is here.
+
+        Collective, among all ranks.
 
         Raises:
-            RuntimeError: a CUDA graph captures the step, or no mesh has all ranks that share parameters.
+            RuntimeError: no mesh has all ranks that share parameters; or a CUDA graph captures the step.
         """
-        shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._of_all.items()}
-        for first, *_ in shares.values():
-            if first.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "got a CUDA graph that captures a step with sums over all parameters, expected such a step "
-                    "outside of graphs, as the host reads the sums; take it there, or use another optimizer"
-                )
+        shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._totals.items()}
         if not shares:
             return None
         nothing = torch.zeros_like(next(iter(shares.values()))[0])

@@ -34,17 +34,13 @@ class Group(NamedTuple):
     nonfinite: str
 
     @property
-    def layout(self) -> tuple[Any, ...]:
+    def table_options(self) -> tuple[Any, ...]:
         """The options on which table rows and messages between ranks depend; a change makes cached tables invalid."""
         return self.rule, self.table_format, self.nonfinite == "raise"
 
 
 class GroupTables:
-    """The options as kernels read them, a row of ``_C.group_row`` per param group; cached until the options change.
-
-    Args:
-        groups: the options of each param group.
-    """
+    """The options as kernels read them, a row of ``_C.group_row`` per param group; cached until the options change."""
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
@@ -59,9 +55,9 @@ class GroupTables:
 
     def replace(self, groups: list[Group]) -> bool:
         """Replaces the options; returns whether the parameters' cached :class:`StepTables` remain valid."""
-        before, self.groups = self.groups, groups
+        last, self.groups = self.groups, groups
         self._tables.clear()
-        return [group.layout for group in groups] == [group.layout for group in before]
+        return [group.table_options for group in groups] == [group.table_options for group in last]
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
         """Overrides each param group's hyper-parameters by values computed from totals; None ends the override."""
@@ -69,36 +65,38 @@ class GroupTables:
             self._from_totals = hyper
             self._tables.clear()
 
-    def on(self, kernels: torch.device, applied: tuple[tuple[int, float], ...] | None = None) -> npt.NDArray[np.void]:
-        """The table of options for the kernels of a device: a row per param group, or per entry of ``applied``.
+    def rows_for(
+        self, kernel_device: torch.device, scales: tuple[tuple[int, float], ...] | None = None
+    ) -> npt.NDArray[np.void]:
+        """The table of options for the kernels of a device: a row per param group, or per entry of ``scales``.
 
         Args:
-            kernels: the kernels' device.
-            applied: for the pass that applies orthogonalized directions: per row the index of the param group, and a
-                factor of its learning rate.
+            kernel_device: the kernels' device.
+            scales: for the pass that updates weights by orthogonalized directions: per row the index of the param
+                group, and a factor of its learning rate.
         """
-        key = (kernels, applied)
+        key = (kernel_device, scales)
         if key not in self._tables:
-            which = [(index, None) for index in range(len(self.groups))] if applied is None else applied
-            self._tables[key] = np.array([self._row(kernels, *one) for one in which], _C.group_row)
+            which = [(index, None) for index in range(len(self.groups))] if scales is None else scales
+            self._tables[key] = np.array([self._row(kernel_device, *each) for each in which], _C.group_row)
         return self._tables[key]
 
-    def _row(self, kernels: torch.device, index: int, scale: float | None) -> tuple[Any, ...]:
+    def _row(self, kernel_device: torch.device, index: int, scale: float | None) -> tuple[Any, ...]:
         """A row of ``_C.group_row``; copies a learning rate on a device in the order of the current stream."""
         group = self.groups[index]
         rule, hyper, sign = group.rule.name, group.hyper, group.gradient_sign
         if self._from_totals is not None:
             hyper = {**hyper, **self._from_totals[index]}
         lr = 0
-        if group.lr is not None and kernels.type == "cpu":
+        if group.lr is not None and kernel_device.type == "cpu":
             hyper = {**hyper, "lr": float(group.lr)}
         elif group.lr is not None:
-            if (kernels, index) not in self._lr:
-                self._lr[kernels, index] = torch.zeros((), dtype=torch.float32, device=kernels)
-            lr = self._lr[kernels, index].copy_(group.lr.reshape(())).data_ptr()
+            if (kernel_device, index) not in self._lr:
+                self._lr[kernel_device, index] = torch.zeros((), dtype=torch.float32, device=kernel_device)
+            lr = self._lr[kernel_device, index].copy_(group.lr.reshape(())).data_ptr()
         if scale is not None:
             assert group.rule.orthogonalized is not None
-            rule, hyper, sign = group.rule.orthogonalized.apply, {**hyper, "scale": scale}, 1.0
+            rule, hyper, sign = group.rule.orthogonalized.applied_rule, {**hyper, "scale": scale}, 1.0
         policy = _C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip
         row = {
             "hyper": hyper_row(rule, hyper),

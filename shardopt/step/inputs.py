@@ -11,18 +11,10 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch import DTYPES, check_device
-from shardopt.kernels.memory import check_sign, check_storage, sharing_memory
-from shardopt.layout import (
-    FlatBuffer,
-    RankGroup,
-    Shard,
-    UnknownShardError,
-    assigned,
-    number_of,
-    on_any_rank,
-    use_numbers,
-)
-from shardopt.state.names import listed_name, named
+from shardopt.kernels.memory import check_sign, check_storage, find_overlap
+from shardopt.layout import FlatBuffer, RankGroup, Shard, UnknownShardError, all_reduce_any, assigned
+from shardopt.layout.names import number_of, use_numbers
+from shardopt.state.names import naming_errors, param_name
 from shardopt.state.residency import Offload, StateResidency
 from shardopt.state.slice_spec import SliceSpec
 from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
@@ -35,8 +27,8 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @dataclass
-class Input:
-    """The description of one of the optimizer's parameters for a step: name, shard, and addresses for the kernels.
+class StepParameter:
+    """One of the optimizer's parameters, as a step needs to know it: name, shard, state, and addresses for the kernels.
 
     Attributes:
         index: index among all parameters of the step, in the order of the param groups.
@@ -46,13 +38,13 @@ class Input:
         device: device of the parameter's memory.
         spec: describes the parameter's state; None for a parameter without gradient that cannot be stepped.
         number: index among all of the model's parameters, which seeds the noise of stochastic rounding.
-        copies: ranks that hold replicas and divide the orthogonalization of parameters among them; None without.
+        replica_ranks: ranks that hold replicas and divide the orthogonalization of parameters among them; or None.
         gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
             attribute ``grad`` is None.
-        sums: by index in ``slices``, the address of the buffer to which kernels add the slice's exact sums.
-        begins: by index in ``slices``, the offsets at which Muon's matrices begin; table rows are split there.
+        sum_addresses: by index in ``slices``, the buffer to which kernels add the slice's exact sums (``ExactSums``).
+        matrix_begins: by index in ``slices``, the offsets at which Muon's matrices begin; table rows are split there.
         columns: the buffers that ranks all-reduce if the parameter is a column shard that cuts blocks; otherwise None.
-        step: address of the step count; 0 as long as the parameter has no table rows.
+        step_address: address of the step count; 0 as long as the parameter has no table rows.
         offload: the option ``offload``, which decides what is copied between device and host for the step.
     """
 
@@ -63,12 +55,12 @@ class Input:
     device: torch.device
     spec: TensorSpec | None
     number: int
-    copies: RankGroup | None
+    replica_ranks: RankGroup | None
     gradient_on_host: bool
-    sums: dict[int, int] = field(default_factory=dict)
-    begins: dict[int, list[int]] = field(default_factory=dict)
+    sum_addresses: dict[int, int] = field(default_factory=dict)
+    matrix_begins: dict[int, list[int]] = field(default_factory=dict)
     columns: CutColumns | None = None
-    step: int = 0
+    step_address: int = 0
     offload: Offload = None
 
     @property
@@ -83,21 +75,21 @@ class Input:
         return () if self.spec is None else self.spec.slices
 
 
-def describe(
+def describe_parameters(
     param_groups: ParamGroups,
     groups: Sequence[Group],
     context: StepContext,
-    first: int,
+    first_index: int,
     name: str | None,
     gradient_on_host: bool,
-) -> list[Input]:
-    """Describes all parameters of a step.
+) -> list[StepParameter]:
+    """Describes all parameters of a step. Sets ``context.is_numbered``, if a parameter has a number in the model.
 
     Args:
         param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
         groups: the options of each param group.
         context: the optimizer.
-        first: index of the first of these parameters among all parameters of the optimizer.
+        first_index: index of the first of these parameters among all parameters of the optimizer.
         name: the name in errors, for a step of a single parameter; None to derive names from the param groups.
         gradient_on_host: whether the gradient of a single parameter is in the host's memory.
 
@@ -106,35 +98,34 @@ def describe(
             kernels cannot step; or flat buffers are rounded at random, and the model was never seen as a whole.
         ValueError: the weight format that the options ask for does not fit the dtype of a parameter with a gradient.
     """
-    inputs: list[Input] = []
+    parameters: list[StepParameter] = []
     unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
     context.is_numbered |= any(number_of(param) is not None for param in params)
     if context.is_numbered:  # parameters may have been assigned to the groups
         use_numbers(param for param in params if number_of(param) is None)
-    for index, group in enumerate(param_groups):
-        for position, param in enumerate(group["params"]):
+    for group_index, options in enumerate(param_groups):
+        for position, param in enumerate(options["params"]):
             try:
-                spec = tensor_spec_of(param, group, groups[index].rule.moments)
+                spec = tensor_spec_of(param, options, groups[group_index].rule.moments)
             except UnknownShardError:
                 raise  # even on ranks without a gradient, for which other ranks would wait
             except (RuntimeError, ValueError):
                 if param.grad is not None or gradient_on_host:
                     raise
                 spec = None
-            known_as = name or listed_name(group, index, position)
+            index, device, replica_ranks = len(parameters), param.device, context.copies.get(param)
+            full_name = name or param_name(options, group_index, position)
             if spec is not None:
-                known_as = f"{known_as} {spec.shard.global_shape}"
+                full_name = f"{full_name} {spec.shard.global_shape}"
             number = number_of(param)
             if number is None:
-                number = context.model_indices.get(param, first + len(inputs))
-                is_random = spec is not None and any(x.is_random for x in spec.slices)
+                number = context.model_indices.get(param, first_index + index)
+                is_random = spec is not None and any(slice_.is_random for slice_ in spec.slices)
                 if is_random and not isinstance(assigned(param), FlatBuffer):
-                    unnumbered.append(known_as)
-            shared = context.copies.get(param)
-            inputs.append(
-                Input(len(inputs), known_as, index, position, param.device, spec, number, shared, gradient_on_host)
-            )
+                    unnumbered.append(full_name)
+            of_group = index, full_name, group_index, position
+            parameters.append(StepParameter(*of_group, device, spec, number, replica_ranks, gradient_on_host))
     if context.is_numbered and unnumbered:
         warn_user(
             f"{', '.join(unnumbered[:5])}: got {len(unnumbered)} parameters without a number in the model, unlike "
@@ -142,50 +133,54 @@ def describe(
             "optimizer; call optimizer.attach(model)",
             RuntimeWarning,
         )
-    at_random = [(parameter, x.number) for parameter in inputs for x in parameter.slices if x.is_random]
-    numbers = [parameter.number if number is None else number for parameter, number in at_random]
-    if len(set(numbers)) < len(numbers) and any(number is not None for _, number in at_random):
+    _demand_distinct_noise(parameters)
+    return parameters
+
+
+def _demand_distinct_noise(parameters: Sequence[StepParameter]) -> None:
+    """Raises UnknownShardError if slices of flat buffers, which are rounded at random, would have the same noise."""
+    random_slices = [(parameter, x.number) for parameter in parameters for x in parameter.slices if x.is_random]
+    seeds = [parameter.number if number is None else number for parameter, number in random_slices]
+    if len(set(seeds)) < len(seeds) and any(number is not None for _, number in random_slices):
         raise UnknownShardError(
             "got flat parameters of a part of the model for rounding at random, expected a model that is known as a "
             "whole, as the noise depends on the parameters' places in it; call optimizer.attach(model) with the whole "
             "model, or set use_orig_params=True"
         )
-    return inputs
 
 
-def local_gradients(params: Sequence[Tensor], inputs: Sequence[Input], on_host: Tensor | None) -> list[Tensor | None]:
+def local_gradients(
+    params: Sequence[Tensor], parameters: Sequence[StepParameter], host_gradient: Tensor | None
+) -> list[Tensor | None]:
     """Checks all gradients and returns this rank's shards. Runs collectives for gradients sharded unlike parameters.
 
-    Args:
-        params: all parameters of the step.
-        inputs: the parameters' descriptions.
-        on_host: this rank's part of the gradient of a single parameter, in the host's memory.
+    ``host_gradient`` is this rank's shard of the gradient of a single parameter, in the host's memory.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter or its gradient.
     """
-    parts: list[Tensor | None] = []
-    for param, parameter in zip(params, inputs, strict=True):
-        gradient = on_host if param.grad is None else param.grad
-        if gradient is None:
-            parts.append(None)
-            continue
-        with named(parameter.name):
-            local = parameter.shard.local(param)
-        part = gradient if gradient is on_host else local_gradient(inputs, parameter.index, gradient)
-        check_tensors(parameter.name, local, part, torch.device("cpu") if gradient is on_host else local.device)
-        parts.append(part)
-    return parts
+    gradients: list[Tensor | None] = []
+    for param, parameter in zip(params, parameters, strict=True):
+        gradient = host_gradient if param.grad is None else param.grad
+        if gradient is not None:
+            with naming_errors(parameter.name):
+                local = parameter.shard.local(param)
+            device = torch.device("cpu") if gradient is host_gradient else local.device
+            if gradient is not host_gradient:
+                gradient = local_gradient(parameters, parameter.index, gradient)
+            check_tensors(parameter.name, local, gradient, device)
+        gradients.append(gradient)
+    return gradients
 
 
-def local_gradient(inputs: Sequence[Input], index: int, gradient: Tensor) -> Tensor:
+def local_gradient(parameters: Sequence[StepParameter], index: int, gradient: Tensor) -> Tensor:
     """This rank's shard of a parameter's gradient. Runs collectives for a gradient sharded unlike its parameter.
 
     Raises:
         RuntimeError: the gradient is not sharded over the parameter's ranks, or cannot be copied to memory.
     """
-    with named(inputs[index].name):
-        return inputs[index].shard.local_gradient(gradient)
+    with naming_errors(parameters[index].name):
+        return parameters[index].shard.local_gradient(gradient)
 
 
 @contextmanager
@@ -201,18 +196,11 @@ def ignoring_errors_without_gradient(gradient: Tensor | None) -> Iterator[None]:
 def prepare_states(
     params: Sequence[Tensor],
     state: Any,
-    inputs: Sequence[Input],
+    parameters: Sequence[StepParameter],
     gradients: Sequence[Tensor | None],
     residency: StateResidency,
-) -> list[Input]:
+) -> list[StepParameter]:
     """Creates missing state, checks state, and moves it to its device, for parameters with a gradient or with state.
-
-    Args:
-        params: all parameters of the step.
-        state: the optimizer's state.
-        inputs: the parameters' descriptions.
-        gradients: this rank's shards of the gradients; None for a parameter without gradient.
-        residency: decides on which device the state of each parameter is kept.
 
     Returns:
         The parameters whose state is ready.
@@ -221,16 +209,16 @@ def prepare_states(
         RuntimeError: the state of a parameter with a gradient is not in memory, or two of these parameters or state
             entries share memory. Nothing was changed, but parameters may have got their first state.
     """
-    ready: list[Input] = []
-    memory: list[tuple[str, Tensor]] = []
-    for param, parameter, gradient in zip(params, inputs, gradients, strict=True):
+    ready: list[StepParameter] = []
+    memory: list[tuple[str, Tensor]] = []  # the tensors that the step changes, by name
+    for param, parameter, gradient in zip(params, parameters, gradients, strict=True):
         if parameter.spec is None or (gradient is None and not state.get(param)):
             continue
         with ignoring_errors_without_gradient(gradient):
             local, entries = parameter.shard.local(param), parameter.spec.entries
             if gradient is None:
                 check_tensors(parameter.name, local, local, local.device)
-            residency.ready(parameter.name, param, parameter.spec, state[param])
+            residency.prepare_state(parameter.name, param, parameter.spec, state[param])
             if missing := [key for key in entries if key not in state[param]]:
                 raise RuntimeError(
                     f"{parameter.name}: got state without {missing[0]}, expected {', '.join(sorted(entries))}; set the "
@@ -241,8 +229,8 @@ def prepare_states(
             for key in entries:
                 entry = state[param][key]
                 memory.append((f"{parameter.name}: the state {key}", getattr(entry, "_local_tensor", entry)))
-    if found := sharing_memory([tensor for _, tensor in memory]):
-        first, second = (memory[place][0] for place in found)
+    if found := find_overlap([tensor for _, tensor in memory]):
+        first, second = (memory[index][0] for index in found)
         raise RuntimeError(
             f"{second}: got memory that it shares with {first}, expected memory of its own for each, as a step changes "
             "both at once; give each parameter to the optimizer once, and make views and tied weights of a .clone()"
@@ -250,13 +238,12 @@ def prepare_states(
     return ready
 
 
-def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], groups: Sequence[Group]) -> None:
+def demand_finite(
+    parameters: Sequence[StepParameter], gradients: Sequence[Tensor | None], groups: Sequence[Group]
+) -> None:
     """Looks for NaN and Inf in gradients; if a rank finds one, all ranks that are linked by shared parameters raise.
 
-    Args:
-        inputs: the parameters. Ranks that share parameters pass the same parameters.
-        gradients: this rank's shards of the gradients.
-        groups: the options of each param group.
+    Collective among ranks that share parameters in groups with ``nonfinite="raise"``.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
@@ -264,8 +251,8 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
     raising = {index for index, group in enumerate(groups) if group.nonfinite == "raise"}
     if not raising:
         return
-    flagged: dict[tuple[RankGroup | None, torch.device], list[tuple[str, Tensor]]] = {}
-    for parameter, gradient in zip(inputs, gradients, strict=True):
+    flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[str, Tensor]]] = {}  # by ranks that share them
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         holders = None if parameter.spec is None else parameter.shard.holders
         if parameter.group not in raising or (gradient is None and holders is None):
             continue  # a shared parameter may have a gradient on another rank
@@ -273,21 +260,22 @@ def demand_finite(inputs: Sequence[Input], gradients: Sequence[Tensor | None], g
         if gradient is not None and gradient.numel():
             low, high = torch.aminmax(gradient)
             flag = torch.isfinite(low + high * 0).logical_not().int()
-        flagged.setdefault((holders, parameter.device), []).append((parameter.name, flag))
-    is_in_several = len({holders for holders, _ in flagged if holders is not None}) > 1
-    bad: list[str] = []
+        flags_of.setdefault((holders, parameter.device), []).append((parameter.name, flag))
+    is_in_several_sets = len({holders for holders, _ in flags_of if holders is not None}) > 1
+    bad_names: list[str] = []
     linked: dict[RankGroup, None] = {}  # the sets in which at least one rank belongs to another set, too
-    for (holders, _), named_flags in flagged.items():
+    for (holders, _), named_flags in flags_of.items():
         names, flags = zip(*named_flags, strict=True)
-        found = torch.stack([*flags, torch.full_like(flags[0], is_in_several)])
+        found = torch.stack([*flags, torch.full_like(flags[0], is_in_several_sets)])
         if holders is not None:
             holders.all_reduce_max(found)
             if found[-1]:
                 linked[holders] = None
-        bad += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
-    if on_any_rank(list(linked), bool(bad)):
+        bad_names += [name for name, is_bad in zip(names, found[:-1].tolist(), strict=True) if is_bad]
+    if all_reduce_any(list(linked), bool(bad_names)):
         raise FloatingPointError(
-            f"{', '.join(bad) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was changed"
+            f"{', '.join(bad_names) or 'a parameter of other ranks'}: got a gradient with NaN or Inf; nothing was "
+            "changed"
         )
 
 
@@ -305,7 +293,7 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
         raise RuntimeError(f"{name}: got a parameter of {param.dtype}, expected {supported}; {remedy}")
     check_storage(name, "parameter", param)
     check_sign(name, "parameter", param)
-    if _may_overlap(param):
+    if torch._debug_has_internal_overlap(param) == 1:  # as for an expanded tensor, and by torch's in-place operations
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"
@@ -334,15 +322,3 @@ def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
             f"float32, and one of {', '.join(map(str, DTYPES))}; cast the gradient"
         )
     check_storage(name, "gradient", gradient)
-
-
-def _may_overlap(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as in an expanded tensor: a stride lies within another dimension's extent."""
-    if tensor.is_contiguous():
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from shardopt.layout import Counted
+from shardopt.layout import HoldersForSums
 from shardopt.step.agreement import digest_of
 
 #: The last word of a sum counts terms that are not finite. Clamped to _MOST_LOST, the words of fewer than 2^15 ranks
@@ -29,33 +28,42 @@ class OverAll:
     mesh leaves the rank out), reads the result from torch.distributed's store, where the set's lowest rank puts it.
 
     Args:
-        held: per parameter, the ranks that hold its shards; None for a parameter that each rank has all of.
+        holders: per parameter, the ranks that hold its shards; None for a parameter that each rank has all of.
+
+    Attributes:
+        reductions: per set of ranks that runs an all-reduce, in the order of the parameters, the ``holders`` whose
+            shards this rank adds; not those of which a lower rank of the set has, and adds, a copy.
     """
 
-    def __init__(self, held: Iterable[Counted | None]) -> None:
-        known = list(dict.fromkeys(held))
-        own = [counted for counted in known if counted is not None and counted.ranks is not None]
-        #: The sets of ranks that run an all-reduce, in the order of the parameters.
-        self.messages = _largest(own)
-        everyone = frozenset[int]().union(*(counted.numbers for counted in self.messages))
-        others = [c for c in known if c is not None and c.ranks is None and not c.numbers <= everyone]
-        self._read_from = _largest(others)
-        self._may_have_readers = bool(others) or None in known  # whether other ranks may read from the store
-        # The subject identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
-        sets = sorted(sorted(counted.numbers) for counted in (*self.messages, *self._read_from))
-        self._subject = digest_of(repr((sets, None in known))).hex()
-        takes_several = len(self.messages) > 1 and not all(everyone <= counted.reach for counted in own)
-        reach = frozenset[int]().union(*(counted.reach for counted in own))
-        has_nothing = not own and None not in known
-        # Whether a total would lack some ranks' shards, or count replicas twice.
-        self._is_incomplete = takes_several or any(has_nothing or reach & counted.numbers for counted in others)
-        self._home: dict[Counted | None, Counted] = {
-            counted: next(message for message in self.messages if counted.numbers <= message.numbers) for counted in own
-        }
-        self._is_new = True
+    def __init__(self, holders: Iterable[HoldersForSums | None]) -> None:
+        distinct = list(dict.fromkeys(holders))
+        has_replicated = None in distinct  # a parameter that each rank has all of
+        known = [each for each in distinct if each is not None]
+        sharded = [each for each in known if each.ranks is not None]  # of which this rank holds a shard
+        self.reductions: dict[HoldersForSums, list[HoldersForSums]] = {each: [] for each in _largest(sharded)}
+        self._sharded = frozenset(sharded)
+        for each in sharded:
+            reduction = next(larger for larger in self.reductions if each.members <= larger.members)
+            if not each.lower_replicas & reduction.members:
+                self.reductions[reduction].append(each)
+        reducing_ranks = frozenset[int]().union(*(reduction.members for reduction in self.reductions))
+        outside = [each for each in known if each.ranks is None and not each.members <= reducing_ranks]
+        self._read_from_store = _largest(outside)
+        self._writes_to_store = has_replicated or bool(outside)  # only then other ranks may read from the store
+        # A total of several reductions is complete if each of their ranks takes part in all, or has copies of shards in
+        # them. A result from the store must not have counted copies of this rank's shards.
+        copied_on = frozenset[int]().union(*(each.known_holders for each in sharded))
+        lacks_some = len(self.reductions) > 1 and not all(reducing_ranks <= each.known_holders for each in sharded)
+        counts_twice = any(copied_on & each.members for each in outside)
+        has_only_empty = bool(outside) and not sharded and not has_replicated  # the other ranks do not write
+        self._is_incomplete = lacks_some or counts_twice or has_only_empty
+        # Identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
+        sets = sorted(sorted(each.members) for each in (*self.reductions, *self._read_from_store))
+        self._subject = digest_of(repr((sets, has_replicated))).hex()
+        self._is_first = True
 
-    def total(self, shares: Mapping[Counted | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
-        """The sum or maximum over all parameters and ranks. All ranks must call this.
+    def total(self, shares: Mapping[HoldersForSums | None, Sequence[Tensor]], like: Tensor, *, largest: bool) -> Tensor:
+        """The sum or maximum over all parameters and ranks. Collective: all ranks must call this.
 
         Args:
             shares: this rank's partial sums or maxima, int64, by the ranks that hold the parameters.
@@ -63,79 +71,67 @@ class OverAll:
             largest: whether to take the maximum instead of the sum.
 
         Raises:
-            RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2, or
-                other ranks raise an error.
+            RuntimeError: no mesh has all ranks that hold some of the parameters, such as ranks 0, 1 and ranks 1, 2; or
+                other ranks do not put their result into the store.
         """
         _calls[self._subject] += 1
-        totals = [words for held, of_held in shares.items() if held not in self._home for words in of_held]
-        refused = self._is_incomplete
-        for message in self.messages:
-            joins = [of_held for held, of_held in shares.items() if self._joins(held, message)]
-            words = _joined([like, *chain.from_iterable(joins)], largest)
+        parts = [part for holders, own in shares.items() if holders not in self._sharded for part in own]
+        is_refused = self._is_incomplete
+        for reduction, added in self.reductions.items():
+            words = _combined([like, *(part for holders in added for part in shares.get(holders, ()))], largest)
             words[-1:].clamp_(max=_MOST_LOST)
             if self._is_incomplete:
                 words[-1] = _REFUSAL
-            if len(message.numbers) > 1:
-                assert message.ranks is not None
-                (message.ranks.all_reduce_max if largest else message.ranks.all_reduce_sum)(words)
-            if self._is_new or not words.is_cuda:
-                refused |= int(words[-1]) >= _REFUSAL
-            self._write(message, words)
-            totals.append(words)
-        self._is_new = False
-        if refused:
+            if len(reduction.members) > 1:
+                assert reduction.ranks is not None
+                (reduction.ranks.all_reduce_max if largest else reduction.ranks.all_reduce_sum)(words)
+            if self._is_first or not words.is_cuda:  # later the host would wait for the GPU, to learn the same
+                is_refused |= int(words[-1]) >= _REFUSAL
+            self._write(reduction, words)
+            parts.append(words)
+        self._is_first = False
+        from_store = [] if is_refused else list(map(self._read, self._read_from_store))
+        if is_refused or any(int(words[-1]) >= _REFUSAL for words in from_store):
             raise RuntimeError(
                 "got parameters on meshes of some ranks and none on a mesh with all of these ranks, such as ranks 0, 1 "
                 "and ranks 1, 2, expected a mesh with all ranks that share parameters, as each rank needs the sum over "
                 "all of them; put one of the parameters on such a mesh (distribute_tensor with Replicate())"
             )
-        return _joined([like, *totals, *map(self._read, self._read_from)], largest)
+        return _combined([like, *parts, *from_store], largest)
 
-    def refuse(self) -> None:
-        """Called instead of :meth:`total` after an error: ranks that read this rank's results from the store raise."""
-        _calls[self._subject] += 1
-        for message in self.messages:
-            self._write(message, torch.tensor([_REFUSAL], device="cpu"))
+    def _write(self, reduction: HoldersForSums, words: Tensor) -> None:
+        """Puts a result into the store if other ranks may read it, and deletes an old one; on the lowest rank only."""
+        assert reduction.ranks is not None
+        is_lowest = reduction.ranks.global_rank == min(reduction.members)
+        if self._writes_to_store and reduction.store is not None and is_lowest:
+            reduction.store.set(self._key(reduction, _calls[self._subject]), words.cpu().numpy().tobytes())
+            reduction.store.delete_key(self._key(reduction, _calls[self._subject] - _KEPT))
 
-    def _write(self, message: Counted, words: Tensor) -> None:
-        assert message.ranks is not None
-        if self._may_have_readers and message.store is not None and message.ranks.number == min(message.numbers):
-            message.store.set(self._key(message, 0), words.cpu().numpy().tobytes())
-            message.store.delete_key(self._key(message, _KEPT))
-
-    def _read(self, counted: Counted) -> Tensor:
+    def _read(self, reduction: HoldersForSums) -> Tensor:
+        """Waits for a result of other ranks in the store."""
         try:
-            words = torch.frombuffer(bytearray(counted.store.get(self._key(counted, 0))), dtype=torch.int64)
+            text = reduction.store.get(self._key(reduction, _calls[self._subject]))
         except RuntimeError as error:
             raise RuntimeError(
-                f"got no sum of ranks {sorted(counted.numbers)}, expected one in each call, as this rank has their "
+                f"got no sum of ranks {sorted(reduction.members)}, expected one in each call, as this rank has their "
                 "parameters without elements; make the call on all ranks that have the parameters"
             ) from error
-        if int(words[-1]) >= _REFUSAL:
-            raise RuntimeError(
-                f"got an error on ranks {sorted(counted.numbers)}, expected the sum of their parameters, which this "
-                "rank has without elements; see the error of those ranks"
-            )
-        return words
+        return torch.frombuffer(bytearray(text), dtype=torch.int64)
 
-    def _key(self, counted: Counted, age: int) -> str:
-        return f"shardopt {self._subject} {sorted(counted.numbers)} {_calls[self._subject] - age}"
-
-    def _joins(self, counted: Counted | None, message: Counted) -> bool:
-        """Whether this rank adds its shards to an all-reduce: no lower rank in it holds (and adds) the same shards."""
-        return counted is not None and self._home.get(counted) is message and not counted.before & message.numbers
+    def _key(self, reduction: HoldersForSums, call: int) -> str:
+        return f"shardopt {self._subject} {sorted(reduction.members)} {call}"
 
 
-def _largest(held: Sequence[Counted]) -> list[Counted]:
+def _largest(holders: Sequence[HoldersForSums]) -> list[HoldersForSums]:
     """The sets of ranks that are contained in no larger set, in order; of equal sets only the first."""
-    sets = {counted.numbers: counted for counted in reversed(held)}
-    return [c for c in held if sets[c.numbers] is c and not any(c.numbers < other for other in sets)]
+    first_of = {each.members: each for each in reversed(holders)}
+    return [x for x in holders if first_of[x.members] is x and not any(x.members < other for other in first_of)]
 
 
-def _joined(parts: Sequence[Tensor], largest: bool) -> Tensor:
+def _combined(parts: Sequence[Tensor], largest: bool) -> Tensor:
     """The elementwise sum or maximum of tensors, on the first tensor's device."""
     total = parts[0].clone()
     for part in parts[1:]:
-        there = part.to(total.device)
-        total = torch.maximum(total, there) if largest else total.add_(there)
+        part = part.to(total.device)
+        total = torch.maximum(total, part) if largest else total.add_(part)
     return total

@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardopt.layout import FlatShard, RankGroup
-from shardopt.state.encoding import shared_blocks
-from shardopt.state.names import listed_name
+from shardopt.state.encoding import cut_quantized_blocks
+from shardopt.state.names import param_name
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.agreement import Line, StepPlan
+from shardopt.step.agreement import PlanEntry, StepPlan
 from shardopt.step.groups import Group
-from shardopt.step.inputs import Input, ParamGroups
-from shardopt.step.over_all import OverAll
+from shardopt.step.inputs import ParamGroups, StepParameter
 
 
-def plan_of(param_groups: ParamGroups, groups: Sequence[Group], inputs: Sequence[Input], *, single: bool) -> StepPlan:
+def plan_of(
+    param_groups: ParamGroups, groups: Sequence[Group], parameters: Sequence[StepParameter], *, is_single: bool
+) -> StepPlan:
     """Describes, per set of ranks that exchange data in the step, the parameters involved, for the ranks to compare.
 
-    Args:
-        param_groups: the optimizer's param groups.
-        groups: the options of each param group.
-        inputs: the descriptions of all parameters of the step.
-        single: whether the step updates a single parameter, during the backward pass. Ranks may update parameters in
-            different orders, so that they compare plans only where they exchange data.
+    ``is_single`` says whether the step updates a single parameter, during the backward pass. Ranks may do so in
+    different orders, so that they compare plans only where they exchange data.
     """
-    sets: dict[RankGroup, list[Line]] = {}
-    summed = (parameter.slices for parameter in inputs if groups[parameter.group].rule.totals)
-    over_all = OverAll(slice_.shard.counted() for slices in summed for slice_ in slices)
-    stepped = set()
-    for parameter in inputs:
+    sets: dict[RankGroup, list[PlanEntry]] = {}
+    with_gradient = set()
+    for parameter in parameters:
         options, group = param_groups[parameter.group], groups[parameter.group]
         if parameter.gradient_on_host or options["params"][parameter.position].grad is not None:
-            stepped.add(parameter.index)
+            with_gradient.add(parameter.index)
         for slice_ in parameter.slices:
-            for ranks, is_joint in _ranks_of(parameter, slice_, group).items():
-                name = listed_name(options, parameter.group, parameter.position) if options.get("param_names") else None
-                sets.setdefault(ranks, []).append(_line(parameter, slice_, name, group, is_joint))
-    return StepPlan(sets, stepped, over_all.refuse, single=single)
+            for ranks, needs_all_gradients in _exchanging_ranks(parameter, slice_, group).items():
+                entry = _entry(parameter, slice_, options, group, needs_all_gradients)
+                sets.setdefault(ranks, []).append(entry)
+    return StepPlan(sets, with_gradient, is_single=is_single)
 
 
-def _ranks_of(parameter: Input, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:
+def _exchanging_ranks(parameter: StepParameter, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:
     """The sets of ranks within which a step exchanges data of a slice, or would exchange data with other options.
 
     Returns:
         Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
     """
     shard, rule = slice_.shard, group.rule
-    found = {shard.row_owners: bool(shared_blocks(slice_))}
-    if rule.totals:
-        counted = shard.counted()
+    found = {shard.row_owners: bool(cut_quantized_blocks(slice_))}
+    if rule.has_totals:
+        counted = shard.holders_for_sums()
         found[counted.ranks if counted else None] = True
-    elif rule.sums:
-        found[shard.divided_among()] = True
+    elif rule.sum_count:
+        found[shard.make_part_group()] = True
     if rule.orthogonalized is not None:
-        found[shard.divided_among() or parameter.copies] = True
-    return {ranks: is_joint for ranks, is_joint in found.items() if ranks is not None}
+        found[shard.make_part_group() or parameter.replica_ranks] = True
+    return {ranks: needs_all_gradients for ranks, needs_all_gradients in found.items() if ranks is not None}
 
 
-def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, is_joint: bool) -> Line:
+def _entry(
+    parameter: StepParameter, slice_: SliceSpec, options: Mapping[str, Any], group: Group, needs_all_gradients: bool
+) -> PlanEntry:
+    """Describes a slice of a parameter; ``options`` are its param group's, and may have ``param_names``."""
     shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
-    says: dict[str, Any] = {
+    name = param_name(options, parameter.group, parameter.position) if options.get("param_names") else None
+    properties: dict[str, Any] = {
         "name": slice_.name or name,
         "shape": list(shard.global_shape),
         "dtype": str(slice_.weights.dtype),
@@ -69,13 +68,18 @@ def _line(parameter: Input, slice_: SliceSpec, name: str | None, group: Group, i
         "nonfinite='raise'": group.nonfinite == "raise",
     }
     if isinstance(shard, FlatShard):
-        says["place in the flat parameter"] = str((shard.partition and shard.partition.partition) or shard.cuts)
+        properties["place in the flat parameter"] = str(shard.partition)
     if orthogonalized is not None:
         scale = orthogonalized.scale(shard.global_shape[0], shard.row_numel) if len(shard.global_shape) > 1 else None
-        says["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
-        says["split"] = orthogonalized.split
-        says["normalization"] = orthogonalized.row_decay
-    is_sized = slice_.exchanges_columns
-    is_held = is_sized or 0 not in parameter.shard.local_shape
-    known_as = slice_.name or parameter.name
-    return Line(parameter.index, parameter.device, known_as, says, is_sized, is_held, is_joint)
+        properties["orthogonalization"] = [str(orthogonalized.newton_schulz), scale]
+        properties["split"] = orthogonalized.split
+        properties["normalization"] = orthogonalized.row_decay
+    return PlanEntry(
+        parameter.index,
+        parameter.device,
+        slice_.name or parameter.name,
+        properties,
+        sizes_messages=slice_.has_column_cut_blocks,
+        may_have_gradient=slice_.has_column_cut_blocks or 0 not in parameter.shard.local_shape,
+        needs_all_gradients=needs_all_gradients,
+    )

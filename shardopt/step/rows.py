@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,34 +12,36 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.codec import Coded
 from shardopt.kernels.dispatch import DTYPES
 from shardopt.kernels.streamed import EXTENT
 from shardopt.kernels.weights import noise_key
-from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard
+from shardopt.layout import BlockGrid, FlatShard, Rectangle
 from shardopt.state.residency import Residency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec, StateDict
-from shardopt.step.inputs import Input
+from shardopt.step.cut_blocks import ExtremeAddresses
+from shardopt.step.inputs import StepParameter
 
+_NO_ADDRESSES = [0] * _C.max_moments
 _PLAIN_BLOCK = 1024  # elements that a kernel handles at a time for codecs without blocks
 
-#: A row of a step's table: the kernels' row, which csrc/core/call.h describes; the memory behind each of its addresses;
+#: A row of a step's table: the kernels' row, which csrc/core/call.h describes; sizes of the memory at its addresses;
 #: the parameter's index in the step; the index of the row's first element in the parameter's local tensor, and in its
 #: gradient; and a number for the slice's transfer unit, whose rows are copied together.
 ROW = np.dtype(
-    [("kernel_row", _C.kernel_row), ("extent", EXTENT), ("tensor", np.int64), ("element", np.int64), ("unit", np.int64)]
+    [("kernel_row", _C.kernel_row), ("extent", EXTENT)] + [(x, np.int64) for x in ("parameter", "element", "unit")]
 )
+_KERNEL_ROW = tuple(_C.kernel_row.fields or ())
 
-Row = tuple[Any, ...]
 
-
-def rows_of(
-    parameter: Input,
+def table_rows(
+    parameter: StepParameter,
     param: Tensor,
     state: StateDict,
     residency: Residency,
     seed: int,
-    extremes_of: Mapping[tuple[Shard, int], list[int]],
-) -> Iterator[Row]:
+    extreme_addresses: ExtremeAddresses,
+) -> Iterator[tuple[Any, ...]]:
     """Generates a parameter's table rows, of the dtype :data:`ROW`; each step fills in the gradients' addresses.
 
     Args:
@@ -49,88 +50,99 @@ def rows_of(
         state: the parameter's state.
         residency: the devices of the state and of the step count, and whether they are offloaded.
         seed: the option ``stochastic_rounding_seed``.
-        extremes_of: by shard and block number, the addresses of the extremes of each block that flat shards cut.
+        extreme_addresses: :attr:`CutBlocks.extreme_addresses`, of blocks that flat shards cut.
 
     Raises:
         RuntimeError: an entry of the state has another dtype, size, device or layout.
     """
-    columns = parameter.columns
     assert parameter.spec is not None
-    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.steps)
-    for place, (spec, of_slice) in enumerate(zip(parameter.spec.slices, parameter.spec.split(state), strict=True)):
-        elements, size = spec.elements(param), _block_size(spec)
-        codes, scales, low_bits = _checked(parameter.name, spec, elements, of_slice, residency)
+    _check(parameter.name, "step", state["step"], torch.float32, 1, residency.step_device)
+    for index, (spec, slice_state) in enumerate(zip(parameter.spec.slices, parameter.spec.split(state), strict=True)):
+        elements = spec.elements(param)
+        moments = _checked_moments(parameter.name, spec, elements, slice_state, residency)
+        low_bits = _checked_low_bits(parameter.name, spec, elements, slice_state, residency)
         low_bytes = spec.weights.low_bits // 8
-        key = noise_key(seed, parameter.number if spec.number is None else spec.number)
         widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
-        pieces_in = Counter[int]()  # pieces so far, by the block's index in scales
-        for rectangle, unit in _rectangles(spec, elements, residency, parameter.begins.get(place, ())):
-            extremes, scales_here = _addresses([], 0), scales
-            if rectangle.cut and columns is not None:
-                piece = pieces_in[rectangle.block]
-                pieces_in[rectangle.block] += 1
-                extremes = _addresses([x[piece] for x in columns.extremes], rectangle.block, [2] * len(spec.moments))
-                scales_here = [x if x is None else x[piece - 1] for x in columns.old_scales] if piece else scales
+        of_slice = {
+            "gradient": 0,
+            "step": slice_state["step"].data_ptr(),
+            "sums": parameter.sum_addresses.get(index, 0),
+            "numel": float(math.prod(spec.shard.global_shape)),
+            "noise_key": noise_key(seed, parameter.number if spec.number is None else spec.number),
+            "block_size": _block_size(spec),
+            "weight_format": spec.weights.index,
+            "gradient_dtype": DTYPES[param.dtype],
+            "codec": spec.codec.index,
+            "group": parameter.group,
+        }
+        pieces_in = Counter[int]()  # pieces of cut columns so far, by the block's index in scales
+        for rectangle, unit in _rectangles(spec, elements, residency, parameter.matrix_begins.get(index, ())):
+            scales = [moment.scales for moment in moments]
+            extremes = _NO_ADDRESSES
+            if rectangle.cut and parameter.columns is not None:
+                piece = pieces_in[rectangle.local_block]
+                pieces_in[rectangle.local_block] += 1
+                buffers = [buffer[piece] for buffer in parameter.columns.extremes]
+                extremes = _addresses(buffers, rectangle.local_block, [2] * len(buffers))
+                if piece:  # the step of the first piece may have replaced the block's scales
+                    scales = [x if x is None else x[piece - 1] for x in parameter.columns.old_scales]
             elif rectangle.cut:
-                extremes = extremes_of.get((spec.shard, spec.grid.block_of(rectangle.first)), extremes)
-            numel = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols
-            blocks = -(-(rectangle.first_col % size + rectangle.cols) // size)
-            blocks += (rectangle.rows - 1) * rectangle.blocks_stride
+                key = spec.shard, spec.grid.block_of(rectangle.first_element)
+                extremes = extreme_addresses.get(key, _NO_ADDRESSES)
             kernel_row = {
-                "param": _address(elements, rectangle.element),
-                "gradient": 0,
-                "step": of_slice["step"].data_ptr(),
-                "low_bits": 0 if low_bits is None else low_bits.data_ptr() + rectangle.element * low_bytes,
-                "codes": _addresses(codes, rectangle.element),
-                "scales": _addresses(scales_here, rectangle.block, widths),
+                **of_slice,
+                "param": _address(elements, rectangle.local_start),
+                "low_bits": 0 if low_bits is None else _address(low_bits, rectangle.local_start * low_bytes),
+                "codes": _addresses([moment.codes for moment in moments], rectangle.local_start),
+                "scales": _addresses(scales, rectangle.local_block, widths),
                 "extremes": extremes,
-                "sums": parameter.sums.get(place, 0),
-                "numel": float(math.prod(spec.shard.global_shape)),
                 "rows": rectangle.rows,
                 "cols": rectangle.cols,
                 "row_stride": rectangle.row_stride,
-                "scales_row_stride": rectangle.blocks_stride,
-                "first_element": rectangle.first,
-                "global_row_numel": rectangle.stride,
-                "noise_key": key,
-                "block_size": size,
-                "weight_format": spec.weights.index,
-                "gradient_dtype": DTYPES[param.dtype],
-                "codec": spec.codec.index,
-                "group": parameter.group,
+                "scales_row_stride": rectangle.scales_row_stride,
+                "first_element": rectangle.first_element,
+                "global_row_numel": rectangle.global_row_numel,
                 "cut": any(extremes),
             }
-            extent = (
-                numel * param.element_size(),
-                numel,
-                numel * low_bytes,
-                _padded([numel * x.element_size() for x in codes]),
-                _padded([4 * blocks * width if spec.codec.blockwise else 0 for width in widths]),
-            )
-            first = spec.offset + rectangle.element
-            yield tuple(kernel_row[name] for name in _KERNEL_ROW), extent, parameter.index, first, place << 32 | unit
+            fields = tuple(kernel_row[name] for name in _KERNEL_ROW)
+            extent = _extent(spec, rectangle, param, moments, widths)
+            yield fields, extent, parameter.index, spec.offset + rectangle.local_start, index << 32 | unit
 
 
-_KERNEL_ROW = tuple(_C.kernel_row.fields or ())
+def _extent(
+    spec: SliceSpec, rectangle: Rectangle, param: Tensor, moments: Sequence[Coded], widths: Sequence[int]
+) -> tuple[Any, ...]:
+    """The sizes of a rectangle's memory, with gaps between its rows, as ``EXTENT``; ``widths``: scales per block."""
+    numel, size = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols, _block_size(spec)
+    blocks = -(-(rectangle.first_col % size + rectangle.cols) // size)
+    blocks += (rectangle.rows - 1) * rectangle.scales_row_stride
+    codes = [numel * moment.codes.element_size() for moment in moments]
+    scales = [4 * blocks * width if spec.codec.blockwise else 0 for width in widths]
+    return numel * param.element_size(), numel, numel * spec.weights.low_bits // 8, _padded(codes), _padded(scales)
 
 
-def _checked(
-    name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency
-) -> tuple[list[Tensor], list[Tensor | None], Tensor | None]:
-    """Checks this rank's state tensors and returns them: codes and scales per moment, and the weights' low bits."""
-    codes, scales = [], []
+def _checked_moments(name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency) -> list[Coded]:
+    """Checks this rank's codes and scales and returns them, per moment."""
+    moments = []
     for moment in spec.moments:
-        coded, codec = spec.local_coded(state, moment), moment.codec(spec.codec)
-        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state)
+        coded, codec = spec.codes_and_scales(state, moment), moment.codec(spec.codec)
+        _check(name, spec.codes_name(moment), coded.codes, codec.code_dtype, param.numel(), residency.state_device)
         if coded.scales is not None:
             numel = math.prod(spec.shard.scales(spec.grid).local_shape) * codec.scales(signed=moment.signed)
-            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state)
-        codes.append(coded.codes)
-        scales.append(coded.scales)
-    low_bits = state[LOW_BITS] if spec.weights.low_bits else None
-    if low_bits is not None:
-        _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state)
-    return codes, scales, low_bits
+            _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state_device)
+        moments.append(coded)
+    return moments
+
+
+def _checked_low_bits(
+    name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency
+) -> Tensor | None:
+    """Checks the low bits of the master weights and returns them, if the weight format has them."""
+    if not spec.weights.low_bits:
+        return None
+    low_bits: Tensor = state[LOW_BITS]
+    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state_device)
+    return low_bits
 
 
 def _block_size(spec: SliceSpec) -> int:
@@ -138,15 +150,15 @@ def _block_size(spec: SliceSpec) -> int:
 
 
 def _rectangles(
-    spec: SliceSpec, param: Tensor, residency: Residency, begins: Sequence[int]
+    spec: SliceSpec, param: Tensor, residency: Residency, matrix_begins: Sequence[int]
 ) -> Iterator[tuple[Rectangle, int]]:
     """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
-    divides = spec.codec.blockwise and (spec.exchanges_columns or isinstance(spec.shard, FlatShard))
-    for unit, whole in enumerate(_units(spec, param, residency)):
-        pieces = whole.cut_before(begins)
-        for rectangle in chain.from_iterable(uncut.divided(spec.grid) for uncut in pieces) if divides else pieces:
-            if rectangle.rows * rectangle.cols:
-                yield rectangle, unit
+    may_cut_blocks = spec.codec.blockwise and (spec.has_column_cut_blocks or isinstance(spec.shard, FlatShard))
+    for unit, of_unit in enumerate(_units(spec, param, residency)):
+        for of_matrix in of_unit.split_before(matrix_begins):
+            for rectangle in of_matrix.separate_cut_blocks(spec.grid) if may_cut_blocks else (of_matrix,):
+                if rectangle.rows * rectangle.cols:
+                    yield rectangle, unit
 
 
 def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectangle]:
@@ -154,9 +166,9 @@ def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectang
     shard, size = spec.shard, _block_size(spec)
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
-    elif shard.range_start is not None or not (spec.is_random or spec.codec.random):
+    elif shard.first_element is not None or not (spec.is_random or spec.codec.random):
         cols = param.numel()
-        rectangles = [Rectangle(0, shard.range_start or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
+        rectangles = [Rectangle(0, shard.first_element or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:
         rectangles = shard.rectangles(BlockGrid(shard.global_shape, 1))
     if residency.offload is None:

@@ -14,7 +14,7 @@ from shardopt.kernels.dispatch import LossScaling
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.step.agreement import StepPlan
 from shardopt.step.context import StepContext
-from shardopt.step.inputs import ParamGroups, demand_finite, describe, local_gradients, prepare_states
+from shardopt.step.inputs import ParamGroups, demand_finite, describe_parameters, local_gradients, prepare_states
 from shardopt.step.plan import plan_of
 from shardopt.step.tables import StepTables
 
@@ -26,24 +26,24 @@ class Stepper:
 
     Args:
         context: the optimizer.
-        first: index of the first of these parameters among all parameters of the optimizer.
+        first_index: index of the first of these parameters among all parameters of the optimizer.
         name: the name in errors of a parameter that is updated alone, during the backward pass; otherwise None.
     """
 
-    def __init__(self, context: StepContext, first: int = 0, name: str | None = None) -> None:
+    def __init__(self, context: StepContext, first_index: int = 0, name: str | None = None) -> None:
         self.communicates = False  # whether the prepared step calls collectives when it runs
         self.gradients_changed = True  # whether the set of parameters with a gradient may differ from the last step's
-        self._context, self._first, self._name = context, first, name
+        self._context, self._first_index, self._name = context, first_index, name
         self._tables: StepTables | None = None  # kept from the last step
         self._agreed: StepPlan | None = None  # the last plan that the ranks agreed on
-        self._checked: list[tuple[Any, ...]] = []  # options of the param groups in the last step
+        self._checked_options: list[tuple[Any, ...]] = []  # of the param groups in the last step
 
     def prepare(
         self,
         param_groups: ParamGroups,
         state: Mapping[Tensor, Any],
         scaling: LossScaling,
-        on_host: Tensor | None = None,
+        host_gradient: Tensor | None = None,
     ) -> Callable[[], None]:
         """Checks and prepares a step of all parameters that have a gradient. May run collectives, changes no weights.
 
@@ -51,37 +51,36 @@ class Stepper:
             param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
             state: the state of these parameters.
             scaling: the loss scale.
-            on_host: this rank's part of the gradient of a single parameter, in the host's memory.
+            host_gradient: this rank's shard of the gradient of a single parameter, in the host's memory.
 
         Returns:
             A function that takes the step, once, with the current gradients and options: in any thread, or in this one
             if the step takes collectives (:attr:`communicates`). Prepare the next step only afterwards.
 
         Raises:
-            RuntimeError: the kernels cannot step a parameter, gradient or state. Nothing was changed, but
-                parameters may have got their first state.
+            RuntimeError: the kernels cannot step a parameter, gradient or state.
             ValueError: an option or hyper-parameter was changed to a value that is not allowed, or not while training.
-                Nothing was changed.
-            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``.
+            After any error nothing was changed; after a RuntimeError, parameters may have got their first state.
         """
         if self._context.residency.asleep:
             self._context.residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
-        options = self._checked
+        options = self._checked_options
         if tables is None or tables.watched.options_changed(param_groups):
-            options = self._check(param_groups, state)
+            options = self._check_options(param_groups, state)
             if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
                 tables = None
-        parts = None if on_host is None else {0: on_host}
-        if tables is not None and tables.read(param_groups, state, parts):
+        gradients = None if host_gradient is None else {0: host_gradient}
+        if tables is not None and tables.take_gradients(param_groups, state, gradients):
             self.gradients_changed = tables.update(param_groups, state, scaling)
             self._agreed = tables.plan.agree(self._agreed)
             if scaling.found_inf is None:
-                tables.demand_finite()
+                demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
         else:
-            tables = self._make_tables(param_groups, state, scaling, on_host)
+            tables = self._make_tables(param_groups, state, scaling, host_gradient)
             self.gradients_changed = tables.update(param_groups, state, scaling)
-        self.communicates, self._checked = tables.communicates, options
+        self.communicates, self._checked_options = tables.communicates, options
         return partial(self._run, tables)
 
     def forget(self) -> None:
@@ -89,46 +88,47 @@ class Stepper:
         self._tables = None
 
     def _make_tables(
-        self, param_groups: ParamGroups, state: Any, scaling: LossScaling, on_host: Tensor | None
+        self, param_groups: ParamGroups, state: Any, scaling: LossScaling, host_gradient: Tensor | None
     ) -> StepTables:
-        """Builds tables. Collectives run in the order of ranks that have cached tables: gradients, plans, NaN check."""
+        """Describes and checks all inputs, has ranks agree on their plans, creates missing state, and makes tables."""
         groups = list(map(self._context.group_of, param_groups))
-        inputs = describe(param_groups, groups, self._context, self._first, self._name, on_host is not None)
-        plan = plan_of(param_groups, groups, inputs, single=self._name is not None)
+        on_host = host_gradient is not None
+        parameters = describe_parameters(param_groups, groups, self._context, self._first_index, self._name, on_host)
+        plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
         is_first = self._agreed is None
         if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
             self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
-        gradients = local_gradients(params, inputs, on_host)
-        if not is_first:
+        gradients = local_gradients(params, parameters, host_gradient)
+        if not is_first:  # after them, as on ranks that have cached tables
             self._agreed = plan.agree(self._agreed)
         if scaling.found_inf is None:
-            demand_finite(inputs, gradients, groups)
-        ready = prepare_states(params, state, inputs, gradients, self._context.residency)
-        return StepTables(param_groups, state, groups, inputs, ready, gradients, plan, self._context)
+            demand_finite(parameters, gradients, groups)
+        ready = prepare_states(params, state, parameters, gradients, self._context.residency)
+        return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 
     def _run(self, tables: StepTables) -> None:
         tables.run()
         self._tables = tables
 
-    def _check(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
+    def _check_options(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
         """Checks the param groups whose options changed since the last step; returns the options of all groups."""
         options_now = [_options_of(group) for group in param_groups]
-        for group, options, last in zip_longest(param_groups, options_now, self._checked[: len(options_now)]):
+        for group, options, last in zip_longest(param_groups, options_now, self._checked_options[: len(options_now)]):
             if options == last:
                 continue
             check_options(group)
             for name, now, before in zip(DEFAULTS, options, last or options, strict=True):
                 if name in PLACEMENT and now != before:
-                    raise _changed_place(name, now, before)
+                    raise _placement_error(name, now, before)
             for param in group["params"]:
-                decided = self._context.residency.of(param).offload if state.get(param) else None
-                if decided not in (None, group["offload"]):
-                    raise _changed_place("offload", group["offload"], decided)
+                present = self._context.residency.decide(param).offload if state.get(param) else None
+                if present not in (None, group["offload"]):
+                    raise _placement_error("offload", group["offload"], present)
         return options_now
 
 
-def _changed_place(option: str, got: object, expected: object) -> ValueError:
+def _placement_error(option: str, got: object, expected: object) -> ValueError:
     return ValueError(
         f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected no change; make another "
         f"optimizer with the new {option}, and load this one's state dict"

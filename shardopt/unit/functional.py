@@ -30,18 +30,15 @@ def linear(
     fp8: bool = False,
     share: float = 1.0,
 ) -> Tensor:
-    """``(x weight^T + bias) / sqrt(inputs)``.
+    """``(x weight^T + bias) / sqrt(inputs)``, (..., outputs).
 
     Args:
-        x: (..., inputs), floating.
+        x: (..., inputs), floating; the result has its dtype, or autocast's.
         weight: (outputs, inputs), of std 1.
         bias: (outputs,).
         constrained: whether the gradient of x has the output's factor instead of ``1 / sqrt(outputs)``.
         fp8: whether to multiply in FP8; see :func:`shardopt.unit.product`.
         share: accumulation steps / ranks.
-
-    Returns:
-        (..., outputs), dtype of x, or autocast's.
     """
     outputs, inputs = weight.shape
     factors = multipliers.linear(inputs, outputs, _tokens(x, share), constrained)
@@ -54,33 +51,35 @@ def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: flo
     return _affine(x, weight, bias, multipliers.readout(inputs, outputs, _tokens(x, share)), False)
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: tuple[float, float, float], fp8: bool) -> Tensor:
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: multipliers.Factors, fp8: bool) -> Tensor:
+    """``x weight^T + bias``, scaled; the bias is added after the product was rounded to its dtype."""
     result = product(x, weight, *factors, fp8=fp8)
     if bias is None:
         return result
-    return result + scale_fwd(scale_bwd(bias, factors[2]), factors[0]).to(result.dtype)
+    return result + scale_fwd(scale_bwd(bias, factors.second), factors.output).to(result.dtype)
 
 
-def _tokens(x: Tensor, share: float) -> float:  # rows of x, times accumulation steps / ranks
+def _tokens(x: Tensor, share: float) -> float:
+    """The number of rows of x over which the gradient of a parameter is a sum: times accumulation steps / ranks."""
     return math.prod(x.shape[:-1]) * share
 
 
 def matmul(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
     """``left right / sqrt(inner)``; (..., rows, inner) by (..., inner, columns), both activations."""
     factors = multipliers.matmul(left.shape[-2], left.shape[-1], right.shape[-1], constrained)
-    return scale_fwd(torch.matmul(scale_bwd(left, factors[1]), scale_bwd(right, factors[2])), factors[0])
+    return scale_fwd(torch.matmul(scale_bwd(left, factors.first), scale_bwd(right, factors.second)), factors.output)
 
 
 def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """``gelu(mult x) / mult``, scaled."""
-    output, of_input = multipliers.gelu(mult, constrained)
-    return scale_fwd(F.gelu(scale_bwd(x, of_input) * mult) / mult, output)
+    factors = multipliers.gelu(mult, constrained)
+    return scale_fwd(F.gelu(scale_bwd(x, factors.first) * mult) / mult, factors.output)
 
 
 def silu(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """``x sigmoid(mult x)``, scaled."""
-    output, of_input = multipliers.silu(mult, constrained)
-    return scale_fwd(_silu(scale_bwd(x, of_input), mult), output)
+    factors = multipliers.silu(mult, constrained)
+    return scale_fwd(_silu(scale_bwd(x, factors.first), mult), factors.output)
 
 
 def swiglu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
@@ -89,31 +88,24 @@ def swiglu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     return scale_fwd(scale_bwd(x, factor) * _silu(scale_bwd(gate, factor), mult), factor)
 
 
-def _silu(x: Tensor, mult: float) -> Tensor:  # x sigmoid(mult x), without a unit-scaling factor
+def _silu(x: Tensor, mult: float) -> Tensor:
+    """``x sigmoid(mult x)``, not scaled."""
     return F.silu(x) if mult == 1.0 else x * torch.sigmoid(x * mult)
 
 
 def softmax(x: Tensor, dim: int, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """``softmax(mult x)`` along ``dim``, scaled: entries sum not to 1 but to between the dim's size and its root."""
-    output, of_input = multipliers.softmax(x.shape[dim], mult, constrained)
-    return scale_fwd(F.softmax(scale_bwd(x, of_input) * mult, dim=dim), output)
+    factors = multipliers.softmax(x.shape[dim], mult, constrained)
+    return scale_fwd(F.softmax(scale_bwd(x, factors.first) * mult, dim=dim), factors.output)
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mult: float = 1.0, dropout: float = 0.0
 ) -> Tensor:
-    """Attention with logits ``mult / head_dim`` times query by key, scaled.
+    """Attention with logits ``mult / head_dim`` times query by key, scaled; tensors: (..., heads, positions, head_dim).
 
-    Args:
-        query: (..., heads, positions, head_dim), floating.
-        key: like query.
-        value: like query.
-        causal: whether a position attends to no later position.
-        mult: the multiplier of the logits (alpha_attn-softmax).
-        dropout: the fraction of attention weights that are dropped.
-
-    Returns:
-        Like query.
+    If ``causal``, a position attends to no later position. ``mult`` is u-muP's alpha_attn-softmax, and ``dropout`` the
+    fraction of attention weights that are dropped.
     """
     *_, positions, head_dim = value.shape
     factor = multipliers.attention(positions, head_dim, causal, mult, dropout)
@@ -128,24 +120,27 @@ def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0
 ) -> Tensor:
     """Layer norm over the last dimension, in float32 at least; x: (..., width)."""
-    wide, weight, bias = _for_norm(x, weight, bias, share)
+    wide = _at_least_float32(x)
+    weight, bias = _norm_parameter(weight, wide, share), _norm_parameter(bias, wide, share)
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, share: float = 1.0) -> Tensor:
     """``weight x / sqrt(mean(x^2) + eps)`` over the last dimension, in float32 at least; x: (..., width)."""
-    wide, weight, _ = _for_norm(x, weight, None, share)
+    wide = _at_least_float32(x)
+    weight = _norm_parameter(weight, wide, share)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)
 
 
-def _for_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, share: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    factor = multipliers.norm(_tokens(x, share))
-    weight, bias = (param if param is None else scale_bwd(param, factor).to(dtype) for param in (weight, bias))
-    return x.to(dtype), weight, bias
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Casts 16-bit tensors to float32, in which norms and losses are computed; returns float32 and float64 as is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _norm_parameter(param: Tensor | None, x: Tensor, share: float) -> Tensor | None:
+    """A norm's gain or bias in the dtype of its input ``x``, with a scaled gradient."""
+    return None if param is None else scale_bwd(param, multipliers.norm(_tokens(x, share))).to(x.dtype)
 
 
 def embedding(tokens: Tensor, weight: Tensor, *, share: float = 1.0) -> Tensor:
@@ -157,7 +152,7 @@ def add(left: Tensor, right: Tensor, *, constrained: bool = True) -> Tensor:
     """``(left + right) / sqrt(2)``; shapes broadcast."""
     numel = math.prod(torch.broadcast_shapes(left.shape, right.shape))  # type: ignore[no-untyped-call]
     factors = multipliers.add(numel // max(left.numel(), 1), numel // max(right.numel(), 1), constrained)
-    return scale_fwd(scale_bwd(left, factors[1]) + scale_bwd(right, factors[2]), factors[0])
+    return scale_fwd(scale_bwd(left, factors.first) + scale_bwd(right, factors.second), factors.output)
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -171,18 +166,18 @@ def residual_split(x: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
     With :func:`residual_add`, computes ``(tau f(x) + x) / sqrt(1 + tau^2)``, with gradients of std 1 in the branch.
     """
-    branch, skip = multipliers.residual(tau)
-    return scale_bwd(x, branch), scale_bwd(x, skip)
+    branch_weight, skip_weight = multipliers.branch_and_skip(tau)
+    return scale_bwd(x, branch_weight), scale_bwd(x, skip_weight)
 
 
 def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
     """The weighted sum of a residual branch and its skip connection; :func:`residual_split` weights their gradients."""
-    of_branch, of_skip = multipliers.residual(tau)
-    return scale_fwd(branch, of_branch) + scale_fwd(skip, of_skip)
+    branch_weight, skip_weight = multipliers.branch_and_skip(tau)
+    return scale_fwd(branch, branch_weight) + scale_fwd(skip, skip_weight)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
-    """The mean cross entropy in nats, but with the scaled gradient of the sum: independent of the number of tokens.
+    """The mean cross entropy in nats, a scalar, but with the scaled gradient of the sum, whatever the number of tokens.
 
     Do not divide the loss by the number of accumulation steps.
 
@@ -191,12 +186,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_ind
         targets: (...), int64.
         mult: the multiplier of the logits (alpha_loss-softmax).
         ignore_index: the value of targets that do not count.
-
-    Returns:
-        A scalar, float32 or float64.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    wide = scale_fwd(scale_bwd(wide, multipliers.cross_entropy(logits.shape[-1])), mult).flatten(0, -2)
+    wide = scale_bwd(_at_least_float32(logits), multipliers.cross_entropy(logits.shape[-1]))
+    wide = scale_fwd(wide, mult).flatten(0, -2)
     total = F.cross_entropy(wide, targets.flatten(), ignore_index=ignore_index, reduction="sum")
     return scale_fwd(total, 1 / (targets != ignore_index).sum())
 

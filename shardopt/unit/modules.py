@@ -120,15 +120,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """x: (batch, positions, dim); rotate: its rotary embedding, of (batch, heads, positions, dim / heads)."""
-        batch, positions, dim = x.shape
-        factor = multipliers.query(dim // self.heads, self.mult)
-        matched = scale_bwd(x, 1 / factor)
-        projected = (scale_bwd(self.query(matched), factor), scale_bwd(self.key(matched), factor), self.value(x))
-        query, key, value = (y.view(batch, positions, self.heads, -1).transpose(1, 2) for y in projected)
+        factor = multipliers.query(x.shape[2] // self.heads, self.mult)
+        shared = scale_bwd(x, 1 / factor)  # undoes the factor after the projections, whose own weights keep it
+        query, key, value = scale_bwd(self.query(shared), factor), scale_bwd(self.key(shared), factor), self.value(x)
+        # From (batch, positions, dim) to (batch, heads, positions, dim / heads).
+        query, key, value = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
         if rotate is not None:
             query, key = rotate(query), rotate(key)
         mixed = U.attention(query, key, value, causal=self.causal, mult=self.mult)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, dim))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 

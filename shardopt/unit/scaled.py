@@ -13,12 +13,12 @@ _FORMATS = (_FORWARD, _GRADIENT)
 
 
 class _Scale(torch.autograd.Function):
-    """``y = forward x``, and the gradient of x is ``backward`` times the gradient of y."""
+    """``y = factor x``, and the gradient of x is ``gradient_factor`` times the gradient of y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float | Tensor, backward: float) -> Tensor:
-        ctx.factor = backward
-        return x.view_as(x) if isinstance(forward, float) and forward == 1.0 else x * forward
+    def forward(ctx: Any, x: Tensor, factor: float | Tensor, gradient_factor: float) -> Tensor:
+        ctx.factor = gradient_factor
+        return x.view_as(x) if isinstance(factor, float) and factor == 1.0 else x * factor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -27,39 +27,29 @@ class _Scale(torch.autograd.Function):
 
 
 def scale_fwd(x: Tensor, factor: float | Tensor) -> Tensor:
-    """``factor * x``, with the gradient of x as if the factor were 1.
-
-    Args:
-        x: floating, any shape.
-        factor: a number, or a tensor of one element that needs no gradient.
-    """
+    """``factor * x``, with the gradient of x as if the factor were 1: a number, or a tensor that needs no gradient."""
     scaled: Tensor = _Scale.apply(x, factor, 1.0)  # type: ignore[no-untyped-call]
     return scaled
 
 
 def scale_bwd(x: Tensor, factor: float) -> Tensor:
-    """A view of ``x``, whose gradient is multiplied by ``factor``.
-
-    Args:
-        x: floating, any shape.
-        factor: a number.
-    """
+    """A view of ``x``; the gradient that comes back through the view is multiplied by ``factor``."""
     view: Tensor = _Scale.apply(x, 1.0, factor)  # type: ignore[no-untyped-call]
     return view
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to FP8; numbers that are too large become the largest finite one, NaN stays.
+    """Rounds to ``torch.float8_e4m3fn`` (up to 448) or ``torch.float8_e5m2`` (up to 57344).
 
-    Args:
-        x: floating, any shape.
-        dtype: ``torch.float8_e4m3fn`` (up to 448) or ``torch.float8_e5m2`` (up to 57344).
+    Numbers that are too large become the largest finite one, NaN stays.
     """
     most = torch.finfo(dtype).max
     return x.clamp(-most, most).to(dtype)
 
 
 class _Product(torch.autograd.Function):
+    """The differentiable function of :func:`product`, whose arguments it takes, on tensors of one dtype."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, output: float, of_input: float, of_weight: float, fp8: bool
@@ -68,7 +58,7 @@ class _Product(torch.autograd.Function):
         rows = to_fp8(rows, _FORWARD) if fp8 else rows
         # The backward pass rounds the weight again: FSDP frees the gathered weight, but would not free a rounded copy.
         ctx.save_for_backward(rows, weight)
-        ctx.factors = of_input, of_weight
+        ctx.input_factor, ctx.weight_factor = of_input, of_weight
         ctx.fp8, ctx.shape, ctx.dtype = fp8, x.shape, x.dtype
         operand = to_fp8(weight, _FORWARD) if fp8 else weight
         return _matmul(rows, operand.t(), output, x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -78,19 +68,19 @@ class _Product(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, weight.shape[0])
         gradient = to_fp8(gradient, _GRADIENT) if ctx.fp8 else gradient
-        of_x = of_weight = None
+        x_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             operand = to_fp8(weight, _FORWARD) if ctx.fp8 else weight
-            of_x = _matmul(gradient, operand, ctx.factors[0], ctx.dtype).view(ctx.shape)
+            x_gradient = _matmul(gradient, operand, ctx.input_factor, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = _matmul(gradient.t(), rows, ctx.factors[1], weight.dtype)
-        return of_x, of_weight, None, None, None, None
+            weight_gradient = _matmul(gradient.t(), rows, ctx.weight_factor, weight.dtype)
+        return x_gradient, weight_gradient, None, None, None, None
 
 
 def product(
     x: Tensor, weight: Tensor, output: float = 1.0, of_input: float = 1.0, of_weight: float = 1.0, fp8: bool = False
 ) -> Tensor:
-    """``output x weight^T``, whose gradients have factors of their own: ``gradient weight`` and ``gradient^T x``.
+    """``output x weight^T``, (..., outputs); its gradients ``gradient weight``, ``gradient^T x`` have other factors.
 
     Products of narrower operands are accumulated and multiplied by their factor in float32, and then rounded. With
     ``fp8`` the operands are rounded without a scale, saturating: ``x`` and ``weight`` to E4M3, in the backward pass,
@@ -98,15 +88,12 @@ def product(
     all sizes are multiples of 16; else the rounded numbers are multiplied in the dtype of the result.
 
     Args:
-        x: (..., inputs); float64, float32, bfloat16 or float16; cast to autocast's dtype under autocast.
+        x: (..., inputs); float64, float32, bfloat16 or float16, as the result; cast to autocast's dtype under autocast.
         weight: (outputs, inputs); cast to the dtype of x.
         output: factor of the result.
         of_input: factor of the gradient of x.
         of_weight: factor of the gradient of the weight.
         fp8: whether to multiply in FP8.
-
-    Returns:
-        (..., outputs), dtype of x, or autocast's.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -126,7 +113,8 @@ def _matmul(left: Tensor, right: Tensor, factor: float, dtype: torch.dtype) -> T
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)
 
 
-def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:  # whether the GPU can multiply these FP8 matrices
+def _multiplies_fp8(left: Tensor, right: Tensor) -> bool:
+    """Whether the GPU can multiply these FP8 matrices: from compute capability 8.9 on, sizes divisible by 16."""
     if left.device.type != "cuda" or torch.cuda.get_device_capability(left.device) < (8, 9):
         return False
     return all(size % 16 == 0 and size > 0 for size in (*left.shape, *right.shape))

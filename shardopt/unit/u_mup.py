@@ -61,9 +61,9 @@ class UMup:
         Raises:
             ValueError: the kind is unknown, or the names have different kinds.
         """
-        distinct = {self._known(name) for name in names}
+        distinct = {self._kind_and_depth(name) for name in names}
         if len(distinct) > 1:
-            shown = ", ".join(f"{name} ({self._known(name)[0]})" for name in names)
+            shown = ", ".join(f"{name} ({self._kind_and_depth(name)[0]})" for name in names)
             raise ValueError(
                 f"got one parameter with the names {shown}, expected one kind for all names; give it by kinds=..., "
                 "with a pattern for each name, or do not share the parameter"
@@ -74,22 +74,26 @@ class UMup:
                 f"got parameter {names[0]} of unknown kind, expected a parameter of a module of shardopt.unit; "
                 f'give its kind, kinds={{{names[0]!r}: "weight"}}, one of {", ".join(KINDS)}'
             )
-        of_stack = 1.0 if depth is None else depth**-0.5
-        fan_in = math.prod(shape[1:] or shape)  # inputs of each output; of an embedding (entries, width) its width
-        return self._lr * (of_stack * fan_in**-0.5 if kind == "weight" else of_stack)
+        factor = 1.0 if depth is None else depth**-0.5
+        if kind == "weight":
+            fan_in = math.prod(shape[1:] or shape)  # inputs of each output; of an embedding (entries, width) its width
+            factor *= fan_in**-0.5
+        return self._lr * factor
 
-    def _known(self, name: str) -> tuple[str | None, int | None]:
+    def _kind_and_depth(self, name: str) -> tuple[str | None, int | None]:
         """Looks up a parameter's kind (None if unknown) and depth (None outside of a stack) by its name."""
-        inside = [prefix for prefix in self._depths if name.startswith(prefix)]
-        depth = self._depths[max(inside, key=len)] if inside else None
+        stacks = [prefix for prefix in self._depths if name.startswith(prefix)]
+        depth = self._depths[max(stacks, key=len)] if stacks else None  # of the innermost stack
         kind = self._kinds.get(name)
-        for pattern, (given, *deep) in self._patterns.items():
+        for pattern, given in self._patterns.items():
             if fnmatchcase(name, pattern):
-                kind, depth = given, *(deep or [depth])
+                kind = given[0]
+                depth = given[1] if len(given) == 2 else depth
         return kind, depth
 
 
 def _checked(pattern: str, value: str | tuple[str, int | None]) -> tuple[str] | tuple[str, int | None]:
+    """Returns a pattern's kind, or kind and depth, as a tuple; raises ValueError if they are not allowed."""
     given = (value,) if isinstance(value, str) else value
     is_kind = isinstance(given, tuple) and len(given) in (1, 2) and given[0] in KINDS
     if is_kind and all(depth is None or (isinstance(depth, int) and depth > 0) for depth in given[1:]):

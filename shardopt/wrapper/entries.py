@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from shardopt.codec import Moment
 from shardopt.layout import Shard, is_quantized, shard_of
-from shardopt.optim.loading import by_name, checked_containers, checked_entries, reading
+from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, reorder_groups
 from shardopt.state.loaded_entries import check_entry
-from shardopt.state.names import listed_name
+from shardopt.state.names import param_name
 from shardopt.state.options import check_options
 from shardopt.state.slice_spec import EntryFormat, SliceSpec, StateDict
 from shardopt.state.tensor_spec import TensorSpec
@@ -40,17 +40,17 @@ CODING_ENDS = ("_codes", "_scales")
 #: Suffix of the saved codec's name: every entry has scales of its own, unlike in shardopt's own optimizers.
 _BY_ENTRY = " by entry"
 #: Prefix of the optimizer's name in checkpoints.
-OF_QUANTIZE_STATE = "quantize_state of "
+WRAPPED_PREFIX = "quantize_state of "
 #: Checkpoints store Python numbers as 0-d tensors of these dtypes, with the type in the entry's name: ``step:int``.
 _NUMBERS: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-def coded_names(state: Collection[str]) -> list[str]:
+def quantized_names(state: Collection[str]) -> list[str]:
     """Sorted names of the quantized entries: ``exp_avg`` for stored ``exp_avg_codes`` and ``exp_avg_scales``."""
     return sorted({key.removesuffix(end) for key in state for end in CODING_ENDS if key.endswith(end)})
 
 
-def local_of(shard: Shard, x: Any) -> Any:
+def local_if_sharded(shard: Shard, x: Any) -> Any:
     """Returns a DTensor's local tensor on this rank; any other value unchanged."""
     return shard.local(x) if hasattr(x, "to_local") else x
 
@@ -62,9 +62,9 @@ class Entries:
         inner: the optimizer whose state this is.
         options: codec, block size and the other options that a param group of shardopt's own optimizers has.
         unsigned: names of entries that are never below zero.
-        checked: names in ``unsigned`` that are checked for negative numbers before they are quantized.
-        kept: names of entries that are never quantized.
-        was_made: whether a framework took the last step, with lr=0, only to create state: the next step drops it.
+        checked: names in ``unsigned`` to check for negative numbers: a tested optimizer's need no check.
+        never_quantized: names of entries that stay as they are.
+        only_made_state: whether the last step was a framework's with lr=0, to create state: the next step drops it.
     """
 
     def __init__(
@@ -75,73 +75,75 @@ class Entries:
         given = frozenset(unsigned)
         self.unsigned = UNSIGNED | given
         self.checked = given if is_known(inner) else self.unsigned
-        self.kept = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # sizes of Rprop's steps change by factors
-        self.was_made = False
+        self.never_quantized = WEIGHT_COPIES | {"step_size"} | frozenset(keep)  # Rprop's step sizes change by factors
+        self.only_made_state = False
 
     @property
     def format(self) -> dict[str, Any]:
         """Options that every saved param group of a state dict or checkpoint gets, as decoding codes needs them."""
-        options = {option: self.options[option] for option in ("block_size", "min_quantized_numel")}
-        return {"codec": self.options["codec"] + _BY_ENTRY, **options, "unsigned": sorted(self.unsigned)}
+        return self._format(self.options)
 
-    def saved_options(self, saved: Mapping[str, Any], names: Collection[str], *, exact: bool = False) -> dict[str, Any]:
-        """Returns this run's options, but with the codec and block size with which saved entries were quantized.
+    def _format(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The :attr:`format` of entries that are quantized with ``options``."""
+        plain = {option: options[option] for option in ("block_size", "min_quantized_numel")}
+        return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
-        If ``exact``, both must equal this run's.
-
-        Raises:
-            ValueError: quantize_state did not save them, or ``min_quantized_numel`` or an entry's sign differs here.
-        """
-        got, expected = {key: saved.get(key) for key in self.format}, self.format
-        if isinstance(signs := got["unsigned"], list | tuple):  # of other entries, they may differ
-            got["unsigned"] = [name for name in names if name in signs]
-            expected["unsigned"] = [name for name in names if name in self.unsigned]
-        codec, block_size = str(got["codec"]), got["block_size"]
-        own_options = {**self.options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": block_size}
-        if codec.endswith(_BY_ENTRY) and not exact:
-            check_options(own_options)
-            expected |= {"codec": codec, "block_size": block_size}
-        for key, value in expected.items():
-            if got[key] != value:
+    def check_format(self, saved: Mapping[str, Any], names: Collection[str], options: Mapping[str, Any]) -> None:
+        """Raises ValueError unless the param group of entries ``names`` was saved in the format of ``options``."""
+        for key, expected in self._format(options).items():
+            got = saved.get(key)
+            if key == "unsigned" and isinstance(got, list | tuple):  # the signs of entries not in ``names`` may differ
+                got, expected = ([name for name in names if name in unsigned] for unsigned in (got, expected))
+            if got != expected:
                 raise ValueError(
-                    f"got state saved with {key}={got[key]!r:.80}, expected {value!r:.80}; pass quantize_state the "
+                    f"got state saved with {key}={got!r:.80}, expected {expected!r:.80}; pass quantize_state the "
                     "options of the run that saved it, or load what state_dict(dequantize=True) gives"
                 )
-        return own_options
 
-    def coding(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorSpec:
+    def checkpoint_options(self, saved: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """This run's options, but with the codec and block size of a checkpoint, which a load can convert.
+
+        Raises ValueError if quantize_state did not save the entries, or if other options differ.
+        """
+        codec, options = str(saved.get("codec")), self.options
+        if codec.endswith(_BY_ENTRY):
+            options = {**options, "codec": codec.removesuffix(_BY_ENTRY), "block_size": saved.get("block_size")}
+            check_options(options)
+        self.check_format(saved, names, options)
+        return options
+
+    def coded_spec(self, shard: Shard, names: Iterable[str], options: Mapping[str, Any] | None = None) -> TensorSpec:
         """Spec of the named quantized entries, each with its own scales. ``options`` overrides codec and block size."""
         moments = tuple(Moment(name, name not in self.unsigned, own_units=True, wide=name in WIDE) for name in names)
         spec = SliceSpec.of(shard, torch.float32, options or self.options, moments)
-        return TensorSpec(shard, (replace(spec, kept=()),))
+        return TensorSpec(shard, (replace(spec, unquantized=()),))
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether state of this global shape is quantized, and not marked to stay in floats (StableEmbedding)."""
         return not shard.float32_state and is_quantized(shard.global_shape, self.options["min_quantized_numel"])
 
-    def decoded(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
+    def decode_state(self, param: Tensor, stored: Mapping[str, Any]) -> StateDict:
         """Returns a parameter's state with quantized entries decoded to its dtype, and other entries unchanged."""
-        names, shard = coded_names(stored), shard_of(param)
+        names, shard = quantized_names(stored), shard_of(param)
         floats = {key: x for key, x in stored.items() if not key.endswith(CODING_ENDS)}
         local = shard.local(param).detach()
-        for name, value in self.coding(shard, names).decode(stored).items() if names else ():
+        for name, value in self.coded_spec(shard, names).decode(stored).items() if names else ():
             # With the parameter's strides: fused kernels walk through both in memory order.
             floats[name] = shard.like_parameter(torch.empty_like(local).copy_(shard.local(value)))
         return floats
 
-    def encoded(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
-        """Returns a parameter's state for storage, with entries of its shape and dtype quantized: undoes ``decoded``.
+    def encode_state(self, param: Tensor, floats: Mapping[str, Any]) -> StateDict:
+        """Quantizes the entries of a parameter's shape and dtype, for storage: the inverse of :meth:`decode_state`.
 
-        Raises:
-            ValueError: an unsigned entry has a value below zero.
+        Raises ValueError if an unsigned entry has a value below zero.
         """
         shard = shard_of(param)
-        kept = self.kept | CENTERED if floats.keys() >= CENTERED else self.kept
-        values = {
-            name: x
-            for name, x in (sorted(floats.items()) if self.is_quantized(shard) else ())
-            if isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape and name not in kept
-        }
+        never = self.never_quantized | (CENTERED if floats.keys() >= CENTERED else set())
+        values = {}
+        for name, x in sorted(floats.items()) if self.is_quantized(shard) else ():
+            is_alike = isinstance(x, Tensor) and x.dtype == param.dtype and x.shape == param.shape
+            if is_alike and name not in never:
+                values[name] = x
         state: StateDict = {key: x for key, x in floats.items() if key not in values}
         for name in values.keys() & self.checked:
             x = shard.local(values[name])
@@ -150,114 +152,115 @@ class Entries:
                     f"{name}: got {float(least):g} in a state entry that is unsigned, expected numbers >= 0; leave it "
                     f"out of unsigned=, or pass keep=({name!r},) if it is in shardopt's table"
                 )
-        return {**state, **self.coding(shard, values).encode(values)} if values else state
+        return {**state, **self.coded_spec(shard, values).encode(values)} if values else state
 
     @property
     def name(self) -> str:
         """The name under which a checkpoint records this optimizer; a load compares it."""
-        return OF_QUANTIZE_STATE + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
+        return WRAPPED_PREFIX + (full_name(self.inner) if is_known(self.inner) else type(self.inner).__qualname__)
 
-    def form(
-        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], stored: Mapping[str, Any]
+    def spec_of_entries(
+        self, shard: Shard, dtype: torch.dtype, options: Mapping[str, Any], entries: Mapping[str, Any]
     ) -> SliceSpec:
-        """Spec of a parameter's state that has the entries ``stored``, of which global shapes and dtypes are read.
+        """Spec of a parameter's state that has these entries, of which names, global shapes and dtypes are read.
 
         ``options`` of a checkpoint's param group tell how it was quantized; without a codec in them, as in this run.
         """
-        names = coded_names(stored)
-        coding = self.coding(shard, names, self.saved_options(options, names) if "codec" in options else None)
-        kept = tuple(_kept(shard, key, x) for key, x in stored.items() if key not in coding.entries)
-        return replace(coding.slices[0], kept=kept)
+        names = quantized_names(entries)
+        saved_options = self.checkpoint_options(options, names) if "codec" in options else None
+        quantized = self.coded_spec(shard, names, saved_options)
+        others = {key: _unquantized_format(shard, key, x) for key, x in entries.items() if key not in quantized.entries}
+        return replace(quantized.slices[0], unquantized=tuple(others.items()))
 
-    def held(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, StateDict]:
+    def current_state(self, param: Tensor, group: Mapping[str, Any]) -> tuple[TensorSpec, StateDict]:
         """Spec and entries of a parameter's present state as a checkpoint saves it: Python numbers become tensors."""
         shard, state = shard_of(param), self.inner.state.get(param, {})
-        tensors = dict(_packed(key, value) for key, value in state.items())
-        return TensorSpec(shard, (self.form(shard, param.dtype, {}, tensors),)), tensors
+        tensors = dict(_checkpoint_entry(key, value) for key, value in state.items())
+        return TensorSpec(shard, (self.spec_of_entries(shard, param.dtype, {}, tensors),)), tensors
 
-    def placed(self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]) -> StateDict:
+    def state_from_checkpoint(
+        self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
+    ) -> StateDict:
         """Makes a parameter's new state, on its device, from entries that were read from a checkpoint."""
         shard = shard_of(param)
-        # Entries such as "step:int" become Python numbers again: undoes _packed.
+        # Entries such as "step:int" become Python numbers again: undoes _checkpoint_entry.
         state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
-        form = self.coding(shard, coded_names(state))
-        coded = form.join([{key: state[key].to(param.device) for key in form.entries}])
-        kept = {key: _on_device(shard, param, options, key, x) for key, x in state.items() if key not in coded}
-        return {**kept, **coded}
+        spec = self.coded_spec(shard, quantized_names(state))
+        quantized = spec.join([{key: state[key].to(param.device) for key in spec.entries}])
+        others = {key: x for key, x in state.items() if key not in quantized}
+        return {**{key: _copy_to_device(shard, param, options, key, x) for key, x in others.items()}, **quantized}
 
-    def put(self, param: Tensor, placed: StateDict) -> None:
-        """Installs the state that :meth:`placed` has made in the inner optimizer."""
-        self.inner.state[param] = placed
+    def install(self, param: Tensor, made: StateDict) -> None:
+        """Replaces a parameter's state by the result of :meth:`state_from_checkpoint`."""
+        self.inner.state[param] = made
 
-    def forget_tables(self, *, anew: bool = False) -> None:
+    def invalidate_steps(self, *, discard_gradients: bool = False) -> None:
         """Called after a load: keeps the next step from dropping the loaded state; there are no tables here."""
-        self.was_made = False
+        self.only_made_state = False
 
-    def is_counter(self, key: str, value: Any) -> bool:
+    def is_set_by_steps(self, key: str, value: Any) -> bool:
         """Whether a step added this number to the param group; a load removes it if the checkpoint lacks it."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
-    def adopt(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
+    def convert_state_dict(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
         """Checks and converts a state dict for :meth:`QuantizedState.load_state_dict`, which documents the errors.
 
-        Returns:
-            A state dict for the inner optimizer to load, with the param groups but only the numbers of the state; and
-            the state to store for each parameter, with entries quantized.
+        Returns a state dict for the inner optimizer, with the param groups but only the numbers of the state; and the
+        state to store for each parameter, with entries quantized.
         """
         saved, states = checked_containers(state_dict)
-        groups, numbers, adopted = self.inner.param_groups, dict(states), {}
-        saved = by_name(saved, groups)
+        groups, numbers, converted = self.inner.param_groups, dict(states), {}
+        saved = reorder_groups(saved, groups)
         for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (index, param) in enumerate(zip(saved_group["params"], group["params"], strict=True)):
-                name = listed_name(group, number, position)
+                name = param_name(group, number, position)
                 if entries := checked_entries(states.get(index), name):
-                    with reading(name):
-                        adopted[param] = new = self._adopted(param, saved_group, entries, name)
+                    with as_value_error(name):
+                        converted[param] = new = self._convert(param, saved_group, entries, name)
                     numbers[index] = {key: x for key, x in new.items() if not isinstance(x, Tensor) or not x.dim()}
         plain = [{key: x for key, x in group.items() if key not in self.format} for group in saved]
-        self.was_made = False
-        return {**state_dict, "state": numbers, "param_groups": plain}, adopted
+        return {**state_dict, "state": numbers, "param_groups": plain}, converted
 
-    def _adopted(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
-        """Checks a parameter's loaded entries and returns its state to store; floats are quantized."""
-        shard, is_coded = shard_of(param), "codec" in saved
-        names = coded_names(loaded) if is_coded else []
-        if is_coded:
-            self.saved_options(saved, names, exact=True)
-        form = self.coding(shard, names)
-        coded = {key: x for key, x in loaded.items() if key in form.entries}
-        form.check_loaded(coded, name, of_torch=True)
-        kept = {key: x for key, x in loaded.items() if key not in coded}
-        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have other shapes, too
+    def _convert(self, param: Tensor, saved: Mapping[str, Any], loaded: Mapping[str, Any], name: str) -> StateDict:
+        """Checks a parameter's loaded entries and returns its state to store: floats are quantized, codes are kept."""
+        shard, names = shard_of(param), []
+        if "codec" in saved:  # else the inner optimizer's own state dict, which has no codes
+            names = quantized_names(loaded)
+            self.check_format(saved, names, self.options)
+        spec = self.coded_spec(shard, names)
+        quantized = {key: x for key, x in loaded.items() if key in spec.entries}
+        spec.check_loaded(quantized, name, may_lack_low_bits=True)
+        others = {key: x for key, x in loaded.items() if key not in quantized}
+        if is_elementwise(self.inner, self.inner.param_groups):  # other optimizers have entries of other shapes, too
             like = shard.like_parameter(torch.empty(shard.local_shape, device="meta"))
-            for key, x in kept.items():
+            for key, x in others.items():
                 if isinstance(x, Tensor) and x.dim():
                     check_entry(x, like, key, name)
-        floats = {key: _on_device(shard, param, saved, key, x) for key, x in kept.items()}
-        state = {**self.encoded(param, floats), **form.adopt(coded, param.device, name)}
-        self.coding(shard, coded_names(state)).check_local(state, name)
+        floats = {key: _copy_to_device(shard, param, saved, key, x) for key, x in others.items()}
+        state = {**self.encode_state(param, floats), **spec.state_from_loaded(quantized, param.device, name)}
+        self.coded_spec(shard, quantized_names(state)).check_values(state, name)
         return state
 
 
-def _kept(shard: Shard, key: str, x: Any) -> tuple[str, EntryFormat]:
-    """Name and :class:`EntryFormat` of an unquantized entry; only dtype and global shape of ``x`` are read.
+def _unquantized_format(shard: Shard, key: str, x: Any) -> EntryFormat:
+    """Format of an unquantized entry of a checkpoint, given dtype and global shape of ``x``.
 
-    Raises:
-        ValueError: a name like ``step:int`` is not a number's, or a sharded parameter has an entry of another shape.
+    Raises ValueError if ``step:int`` is not a number, or a sharded parameter has an entry of another shape.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
     if kind and (shape or _NUMBERS.get(kind) != x.dtype):
         raise ValueError(f"got {key!r:.80} of {x.dtype} and shape {shape}, expected a number; load another checkpoint")
-    is_whole = not shape or shape != shard.global_shape
-    if is_whole and shape and shard.local_shape != shard.global_shape:
+    if shape == shard.global_shape:
+        return EntryFormat(shard.local_shape, x.dtype, (0,))
+    if shape and shard.local_shape != shard.global_shape:
         raise ValueError(
             f"got a state entry {name!r:.80} of shape {shape} for a part of a parameter of shape {shard.global_shape}, "
             "expected numbers, and tensors of the parameter's shape; use an optimizer that is element by element"
         )
-    return key, EntryFormat(shape if is_whole else shard.local_shape, x.dtype, (0,))
+    return EntryFormat(shape, x.dtype, (0,))
 
 
-def _packed(key: str, value: Any) -> tuple[str, Tensor]:
+def _checkpoint_entry(key: str, value: Any) -> tuple[str, Tensor]:
     """A checkpoint's name and tensor for a state entry. Raises ValueError if it is neither tensor nor number."""
     kind = type(value).__name__
     if not set(key) & set(".:"):
@@ -271,14 +274,14 @@ def _packed(key: str, value: Any) -> tuple[str, Tensor]:
     )
 
 
-def _on_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Copies a loaded, unquantized entry: to the parameter's device, with its strides if it has the same shape."""
+def _copy_to_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
+    """Copies a loaded, unquantized entry to the parameter's device, with its strides if it has the same shape."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":  # as in Optimizer.load_state_dict
         step = value.detach().clone()
         return step.to(param.device, torch.float32) if options.get("fused") or options.get("capturable") else step
-    local, like = local_of(shard, value).detach(), local_of(shard, param)
+    local, like = local_if_sharded(shard, value).detach(), local_if_sharded(shard, param)
     if not local.dim() or local.shape != like.shape:
         return local.to(param.device, copy=True)
     return shard.like_parameter(torch.empty_like(like, dtype=local.dtype).copy_(local).detach())

@@ -7,38 +7,38 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-#: Tested classes, by package, that update each element independently of all others: shards can be stepped.
-_ELEMENTWISE = {
-    "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
-    "timm": "AdaBelief Adopt LaProp Lion NAdamW RMSpropTF",
-    "pytorch_optimizer": "ADOPT AdEMAMix Lion ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD Tiger Yogi",
-    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
-}
+
+def _full_names(**packages: str) -> frozenset[str]:
+    """Names such as ``torch.Adam``, given the names of each package's classes, separated by spaces."""
+    return frozenset(f"{package}.{name}" for package, names in packages.items() for name in names.split())
+
+
+#: Tested classes that update each element independently of all others: shards can be stepped.
+ELEMENTWISE = _full_names(
+    torch="ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    timm="AdaBelief Adopt LaProp Lion NAdamW RMSpropTF",
+    pytorch_optimizer="ADOPT AdEMAMix Lion ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD Tiger Yogi",
+    schedulefree="AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
+)
 #: Tested classes whose update uses norms or matrix products over the whole parameter, which must not be sharded.
-_BY_PARAMETER = {
-    "torch": "Adafactor Muon",
-    "timm": "Adan Lamb Lars Mars",
-    "pytorch_optimizer": "APOLLO AdaFactor AdamP Adan Amos CAME FAdam Fira GaLore GrokFastAdamW Lamb MARS Muon "
+BY_PARAMETER = _full_names(
+    torch="Adafactor Muon",
+    timm="Adan Lamb Lars Mars",
+    pytorch_optimizer="APOLLO AdaFactor AdamP Adan Amos CAME FAdam Fira GaLore GrokFastAdamW Lamb MARS Muon "
     "Ranger21 SM3 SOAP StableAdamW",
-}
+)
 #: Options that make an element-wise optimizer depend on the whole parameter.
 _BY_PARAMETER_OPTIONS = ("adanorm", "caution", "cautious", "orthograd", "stable_adamw", "use_gc")
 
-_TOGETHER = "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AdamS SPAM"
+_COUPLED = "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AdamS SPAM"
 #: Reasons to refuse an optimizer, by the name of its class or of a base class.
 _REFUSED = {
     "LBFGS": "its state is one history of all parameters, and its step evaluates a closure several times",
     "SparseAdam": "its gradients are sparse",
-    **dict.fromkeys(_TOGETHER.split(), "it looks at all parameters together, and would be given one at a time"),
+    **dict.fromkeys(_COUPLED.split(), "it looks at all parameters together, and would be given one at a time"),
 }
+#: Packages whose optimizers quantize their state themselves.
 _QUANTIZED = ("bitsandbytes", "shardopt", "torchao")
-
-
-def _listed(table: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(f"{package}.{name}" for package, names in table.items() for name in names.split())
-
-
-ELEMENTWISE, BY_PARAMETER = _listed(_ELEMENTWISE), _listed(_BY_PARAMETER)
 
 
 def full_name(optimizer: object) -> str:
@@ -58,7 +58,7 @@ def is_elementwise(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) ->
     return full_name(optimizer) in ELEMENTWISE and not by_option
 
 
-def refuse(optimizer: object) -> None:
+def check_supported(optimizer: object) -> None:
     """Raises TypeError for an optimizer that cannot be stepped per parameter, or whose state is quantized already."""
     name, why = type(optimizer).__name__, None
     if not isinstance(optimizer, Optimizer):
@@ -75,7 +75,7 @@ def refuse(optimizer: object) -> None:
         raise TypeError(f"quantize_state: got {name}, expected another optimizer, as {why}")
 
 
-def refuse_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_supported_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError if a param group has an option that fails when parameters are stepped one at a time."""
     if any(group.get("differentiable") for group in groups):
         raise ValueError("differentiable: got True, which quantized state cannot be; leave the option out")

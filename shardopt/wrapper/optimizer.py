@@ -5,7 +5,8 @@ A step goes through the parameters: each one's state is decoded, the inner optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from torch.optim.optimizer import Optimizer
 from shardopt.codec import CODECS
 from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, Shard, shard_of
-from shardopt.optim.first_state import only_makes_state
+from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.loading import checked_containers
-from shardopt.removed import explained
+from shardopt.removed import explain_removed
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import DEFAULTS, check_options
 from shardopt.state.slice_spec import StateDict
 from shardopt.state.warn import warn_user
-from shardopt.wrapper.entries import Entries, local_of
-from shardopt.wrapper.known import is_elementwise, is_known, refuse, refuse_options
+from shardopt.wrapper.entries import Entries, local_if_sharded
+from shardopt.wrapper.known import check_supported, check_supported_options, is_elementwise, is_known
 
 #: Keys of a param group that hold lists with an item per parameter.
 _PARAMS = frozenset(["params", "param_names"])
@@ -63,8 +64,8 @@ def quantize_state(
         RuntimeError: the optimizer cannot step parameters that are sharded in this way.
     """
     if unknown:
-        raise TypeError(f"quantize_state: got unknown options {', '.join(sorted(unknown))}{explained(unknown)}")
-    refuse(optimizer)
+        raise TypeError(f"quantize_state: got unknown options {', '.join(sorted(unknown))}{explain_removed(unknown)}")
+    check_supported(optimizer)
     for what, names in (("unsigned", unsigned), ("keep", keep)):
         if isinstance(names, str):
             raise TypeError(f"{what}: got {names!r}, expected names of state entries; pass ({names!r},)")
@@ -119,12 +120,7 @@ class QuantizedState(Optimizer):
         """Does nothing: no work is in flight after a step. Exists because shardopt's own optimizers have it."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group to the inner optimizer.
-
-        Raises:
-            ValueError: as for :func:`quantize_state`; the param group was not added.
-            RuntimeError: as for :func:`quantize_state`; the param group was not added.
-        """
+        """Adds a param group to the inner optimizer. After an error, as of :func:`quantize_state`, it is not added."""
         self._inner.add_param_group(param_group)
         try:
             self.check_group(*self.param_groups)
@@ -142,34 +138,30 @@ class QuantizedState(Optimizer):
         If a parameter fails, those before it have been stepped, and its own state is as before the step. Weights are
         not restored: load a checkpoint to repeat the step.
 
-        Args:
-            closure: evaluates the model again and returns the loss; called once, before the first parameter.
-
-        Returns:
-            The closure's loss.
-
-        Raises:
-            ValueError: an unsigned state entry has a value below zero.
+        ``closure`` evaluates the model again. The step calls it once, before the first parameter, and returns its loss.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since the last step
-        if self._internals.was_made:
+        if self._internals.only_made_state:
             self.state.clear()
-        self._internals.was_made = only_makes_state(self.param_groups, lambda: any(map(bool, self.state.values())))
-        self._step_all(counts=not self._internals.was_made)
+        state_only = agree_on_dummy_step(self.param_groups, lambda: any(map(bool, self.state.values())))
+        self._internals.only_made_state = state_only
+        with self._inner_restored(attributes=state_only):
+            numbers = _numbers_in(vars(self._inner))
+            for group in self.param_groups.copy():
+                self._step_group(group, numbers, state_only=state_only)
         return loss
 
     def state_dict(self, *, dequantize: bool = False) -> StateDict:
         """Returns the state dict: quantized entries as codes and scales, and in the param groups how to decode them.
 
-        Args:
-            dequantize: return floats instead, which the inner optimizer without this wrapper can load.
+        With ``dequantize``, has floats instead, which the inner optimizer without this wrapper can load.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         check_keys(self.state, self.param_groups)
         state_dict = self._inner.state_dict()  # some add attributes to it
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -178,10 +170,10 @@ class QuantizedState(Optimizer):
                 continue
             for param, index in zip(group["params"], saved["params"], strict=True):
                 if stored := state_dict["state"].get(index):
-                    floats = self._internals.decoded(param, stored)
+                    floats = self._internals.decode_state(param, stored)
                     state_dict["state"][index] = {key: _copied(x) for key, x in floats.items()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state_dict = after(self, state_dict) or state_dict
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
     @_disable_dynamo
@@ -189,20 +181,19 @@ class QuantizedState(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, or quantizes one of the inner optimizer without this wrapper.
 
-        Raises:
-            ValueError: the state was quantized in another way, is damaged, or is of other parameters. Nothing was
-                changed.
+        Raises ValueError, and changes nothing, if the state is damaged, of other parameters, or quantized otherwise.
         """
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else {}
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         self.check_group(*checked_containers(state_dict)[0])
-        for_inner, states = self._internals.adopt(state_dict)
+        for_inner, states = self._internals.convert_state_dict(state_dict)
         self._inner.load_state_dict(for_inner)
+        self._internals.only_made_state = False  # the next step must not drop the loaded state
         for param, entries in states.items():
             self.state[param] = {**entries, **self.state.get(param, {})}
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_internals": self._internals}
@@ -214,22 +205,20 @@ class QuantizedState(Optimizer):
         super().__setstate__({})  # hooks
 
     def check_group(self, *groups: Mapping[str, Any]) -> None:
-        """Checks the options in ``groups``, and that all parameters are sharded in a way that can be stepped with them.
+        """Raises ValueError if an option in ``groups`` fails when parameters are stepped one at a time.
 
-        Raises:
-            ValueError: an option fails when parameters are stepped one at a time.
-            RuntimeError: the parameters are sharded in a way that the optimizer cannot step.
+        Raises RuntimeError if a parameter is sharded in a way that the optimizer cannot step with these options.
         """
-        refuse_options(self._inner, groups)
+        check_supported_options(self._inner, groups)
         name, entries = type(self._inner).__name__, self._internals
-        by_parameter = is_known(self._inner) and not is_elementwise(self._inner, groups)
+        needs_whole = is_known(self._inner) and not is_elementwise(self._inner, groups)
         for param in (param for group in self.param_groups for param in group["params"]):
             shard, what = shard_of(param), None
             if isinstance(shard, FlatBuffer | FlatShard):
                 what = "a flat shard (FSDP1, DeepSpeed's ZeRO)"
-            elif by_parameter and shard.holders is not None:
+            elif needs_whole and shard.holders is not None:
                 what = "sharded, while an update of this optimizer depends on all of the parameter"
-            elif entries.is_quantized(shard) and entries.coding(shard, ["exp_avg"]).exchanges_columns:
+            elif entries.is_quantized(shard) and entries.coded_spec(shard, ["exp_avg"]).has_column_cut_blocks:
                 what = f"sharded by columns that end within blocks of {entries.options['block_size']} elements"
             if what is not None:
                 raise RuntimeError(
@@ -241,45 +230,48 @@ class QuantizedState(Optimizer):
     @without_autograd
     def _quantize_present_state(self) -> None:
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
-        self.state.update({param: self._internals.encoded(param, self.state[param]) for param in params})
+        self.state.update({param: self._internals.encode_state(param, self.state[param]) for param in params})
 
-    def _step_all(self, *, counts: bool) -> None:
-        """Steps all parameters that have gradients. Unless ``counts``, nothing changes but that their state is made.
+    @contextmanager
+    def _inner_restored(self, *, attributes: bool) -> Iterator[None]:
+        """Restores the inner optimizer's param groups after the block and, if ``attributes``, all its attributes."""
+        groups, before = self.param_groups, vars(self._inner).copy()
+        try:
+            yield
+        finally:
+            if attributes:
+                vars(self._inner).clear()  # also counters that the step has added
+                vars(self._inner).update(before)
+            self._inner.param_groups = groups
+
+    def _step_group(self, group: dict[str, Any], numbers: Mapping[str, float], *, state_only: bool) -> None:
+        """Steps the parameters of one param group that have gradients; leaves ``inner.param_groups`` changed.
 
         Each call of the inner ``step()`` advances counters, and all calls together must advance them once: every
-        parameter begins with the same values of its param group, and of the numbers among the optimizer's attributes.
+        parameter begins with the same values of its param group, and of ``numbers``, the inner optimizer's attributes
+        that are numbers. With ``state_only`` the parameters' state is made, but weights and counters do not change.
         """
-        inner, groups, attributes = self._inner, self.param_groups, vars(self._inner)
-        before = attributes.copy()
-        numbers = {key: x for key, x in attributes.items() if type(x) in (int, float)}
-        try:
-            for group in groups:
-                positions = [at for at, param in enumerate(group["params"]) if param.grad is not None]
-                for at in positions or (None,):  # a step without gradients advances counters, too
-                    for key in [key for key, x in attributes.items() if type(x) in (int, float)]:
-                        del attributes[key]  # a counter may have begun as an attribute of the class
-                    attributes.update(numbers)
-                    alone = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
-                    of_param = {key: [] if at is None else [group[key][at]] for key in _PARAMS if key in group}
-                    inner.param_groups = [{**alone, **of_param}]
-                    if at is None:
-                        inner.step()
-                    else:
-                        self._step_parameter(group["params"][at], counts)
-                    alone = {key: x for key, x in inner.param_groups[0].items() if key not in _PARAMS}
-                for key, value in alone.items() if counts else ():
-                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                        group[key].copy_(value)  # schedulers keep a reference to this tensor
-                    else:
-                        group[key] = value
-        finally:
-            inner.param_groups = groups
-            if not counts:
-                attributes.clear()  # also counters that the step has added
-                attributes.update(before)
+        inner, attributes = self._inner, vars(self._inner)
+        indices = [index for index, param in enumerate(group["params"]) if param.grad is not None]
+        for index in indices or (None,):  # a step without gradients advances counters, too
+            for key in _numbers_in(attributes):
+                del attributes[key]  # a counter may have begun as an attribute of the class
+            attributes.update(numbers)
+            options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
+            of_param = {key: [] if index is None else [group[key][index]] for key in _PARAMS if key in group}
+            inner.param_groups = [{**options, **of_param}]
+            if index is None:
+                inner.step()
+            else:
+                self._step_parameter(group["params"][index], state_only=state_only)
+        for key, value in () if state_only else inner.param_groups[0].items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)  # schedulers keep a reference to this tensor
+            elif key not in _PARAMS:
+                group[key] = value
 
-    def _step_parameter(self, param: Tensor, counts: bool) -> None:
-        """Steps one parameter; a failure restores its state. Unless ``counts``, weights and step counts are reset.
+    def _step_parameter(self, param: Tensor, *, state_only: bool) -> None:
+        """Steps one parameter; a failure restores its state. With ``state_only``, resets weights and step counts.
 
         For a DTensor, an element-wise optimizer steps the local tensor instead, with the local tensors of its state.
         """
@@ -289,11 +281,11 @@ class QuantizedState(Optimizer):
             target = Parameter(shard.local(param).detach(), requires_grad=param.requires_grad)
             assert param.grad is not None
             target.grad = shard.local_gradient(param.grad)
-        weights = None if counts else target.detach().clone()
-        stored = new = states.pop(param, {})
-        if stored:
-            floats = self._internals.decoded(param, stored)
-            states[target] = {key: local_of(shard, x) for key, x in floats.items()} if is_local else floats
+        weights = target.detach().clone() if state_only else None
+        result = states.pop(param, {})  # the old state, until the step has succeeded
+        if result:
+            floats = self._internals.decode_state(param, result)
+            states[target] = {key: local_if_sharded(shard, x) for key, x in floats.items()} if is_local else floats
         try:
             self._inner.param_groups[0]["params"] = [target]
             self._inner.step()
@@ -305,11 +297,16 @@ class QuantizedState(Optimizer):
                     floats[key] = torch.full_like(count, zero) if isinstance(count, Tensor) else type(count)(zero)
             if is_local:
                 floats = {key: _sharded(shard, x) for key, x in floats.items()}
-            new = self._internals.encoded(param, floats)
+            result = self._internals.encode_state(param, floats)
         finally:
             states.pop(target, None)
-            if new:
-                states[param] = new
+            if result:
+                states[param] = result
+
+
+def _numbers_in(attributes: Mapping[str, Any]) -> dict[str, float]:
+    """The attributes that are Python numbers, among which an optimizer's counters are."""
+    return {key: x for key, x in attributes.items() if type(x) in (int, float)}
 
 
 def _sharded(shard: Shard, x: Any) -> Any:

@@ -16,7 +16,7 @@ from attack.recut import recut
 from attack.rules import check_rule, files_of_elements
 from checkpoint_folder import values_of
 from shardopt.checkpoint import CheckpointError, load, read_header, save
-from shardopt.checkpoint.copies import digest
+from shardopt.checkpoint.replicas import digest
 
 FILES = 30
 

@@ -423,7 +423,7 @@ def move_over(kind: str, folder: Path) -> None:
         decoded = run.inner.optimizer.state_dict(dequantize=True)["state"]
         tensors = [param for group in run.inner.optimizer.param_groups for param in group["params"]]
         ours = {param: decoded[index] for index, param in enumerate(tensors) if index in decoded}
-        held = {param: tensor for group in run.inner._held for param, tensor in group.items()}
+        held = {param: tensor for group in run.inner._nonempty for param, tensor in group.items()}
         for param, other in zip(run.bare.parameters(), theirs.bare.parameters(), strict=True):
             if param in held:
                 state, expected = ours[held[param]], theirs.inner.optimizer.state[other.main_param]

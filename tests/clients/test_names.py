@@ -21,7 +21,7 @@ from hugging_face import trained
 from needed import needs
 from ranks.pool import Pool
 from shardopt.clients import names
-from shardopt.clients.names import NAMES, add_names, find_by_name, parse_options
+from shardopt.clients.names import NAMES, add_names, parse_options, patch_trainer
 
 NAMED = {"optim": "shardopt_adamw_8bit", "optim_args": "min_quantized_numel=64"}
 
@@ -49,7 +49,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Any:
         pass
 
     monkeypatch.setattr(names, "installed_version", lambda: "5.24.0")
-    find_by_name(SimpleNamespace(Trainer=Taught))  # type: ignore[arg-type]
+    patch_trainer(SimpleNamespace(Trainer=Taught))  # type: ignore[arg-type]
     return Taught.get_optimizer_cls_and_kwargs
 
 
@@ -63,7 +63,7 @@ def test_other_versions_are_left_alone_and_refused(version: str, monkeypatch: py
 
     monkeypatch.setattr(names, "installed_version", lambda: version)
     add_names(SimpleNamespace(OptimizerNames=Left))  # type: ignore[arg-type]
-    find_by_name(SimpleNamespace(Trainer=LeftTrainer))  # type: ignore[arg-type]
+    patch_trainer(SimpleNamespace(Trainer=LeftTrainer))  # type: ignore[arg-type]
     assert list(Left) == [Left.SGD]
     assert LeftTrainer.get_optimizer_cls_and_kwargs is Trainer.get_optimizer_cls_and_kwargs
     with pytest.raises(

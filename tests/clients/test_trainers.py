@@ -201,12 +201,12 @@ def test_schedulers_with_milestones() -> None:
     from torch.optim import SGD
     from torch.optim.lr_scheduler import MultiStepLR
 
-    from shardopt.clients.transformers import _saved
+    from shardopt.clients.transformers import _saved_state
 
     first, second = (MultiStepLR(SGD([torch.zeros(1, requires_grad=True)], lr=1.0), [2, 4]) for _ in range(2))
     first.optimizer.step()
     first.step()
-    second.load_state_dict(json.loads(json.dumps(_saved(first))))
+    second.load_state_dict(json.loads(json.dumps(_saved_state(first))))
     second.optimizer.step()
     second.step()
     assert second.get_last_lr() == [0.1]

@@ -351,7 +351,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"ValueError: got micro_batches=\d, wire='fp32' here and micro_batches=\d, .* on rank": lambda: order(
         ddp(make_model()), micro_batches=4 + 2 * dist.get_rank()
     ),
-    "RuntimeError: got DistributedDataParallel with a communication hook": lambda: order(ordered("ddp")),
+    "RuntimeError: got a model whose gradients are ordered already": lambda: order(ordered("ddp")),
     r"RuntimeError: got a backward pass that .* does not reduce.* outside of no_sync\(\)": _without_sync,
     "RuntimeError: got a backward pass after one that raised": _module_alone,
 }

@@ -18,7 +18,7 @@ from ranks.deepspeed import OFFLOAD, WITHOUT_MASTERS, make_engine, masters
 from ranks.offload import offload_from_cpu
 from shardopt.estimate import Setup, estimate
 from shardopt.estimate.ledger import DTYPES
-from shardopt.sharding.deepspeed.engine import opened
+from shardopt.sharding.deepspeed.engine import open_engine
 
 
 def _wrapped(backend: str, dtype: torch.dtype) -> nn.Module:
@@ -76,7 +76,7 @@ def test_deepspeed(stage: int, bits: int | None, zero_offload: str) -> None:
     expected = estimate(
         estimated_model(), Setup(backend=f"zero{stage}", world_size=2, zero_offload=zero_offload, options=options)
     )
-    with opened(engine) as (_, optimizer):  # ZeRO 3 hides the masters from it otherwise
+    with open_engine(engine) as (_, optimizer):  # ZeRO 3 hides the masters from it otherwise
         found = both(shardopt.memory_report(optimizer))
     flats = sum(flat.numel() * flat.element_size() for flat, _ in masters(engine))
     wanted = both(expected)

@@ -241,7 +241,7 @@ def offloaded(run: Run, how: str, **options: Any) -> None:
         run.optimizer.synchronize()
         if run.is_tested:
             params = [param for group in run.optimizer.param_groups for param in group["params"]]
-            assert how in {run.optimizer._internals.residency.of(param).offload for param in params}
+            assert how in {run.optimizer._internals.residency.decide(param).offload for param in params}
 
 
 def _another(run: Run, rule: str = "adamw", **options: Any) -> Run:

@@ -100,8 +100,8 @@ def test_bits_of_the_unsharded_run(world_size: int, optimizer_class: Any) -> Non
     """The bits of the unsharded run, on ranks that have nothing of some parameters."""
     client, model, whole = import_client(), model_of(), model_of()
     wrapper = stand_in(model)
-    held_by_rank = client.held_by_group(wrapper)
-    stepped = client.stepped_by_group(client.shards_of(wrapper), held_by_rank, wrapper.data_parallel_group)
+    nonempty = client.nonempty_by_group(wrapper)
+    stepped = client.stepped_by_group(client.shards_of(wrapper), nonempty, wrapper.data_parallel_group)
     assert [[tuple(p.shape) for p in group] for group in stepped] == [
         [shape for shape in SHAPES.values() if (len(shape) == 1) == one] for one in (False, True)
     ]

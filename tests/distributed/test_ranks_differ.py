@@ -106,7 +106,7 @@ def test_new_tables_on_one_rank(way: str, rule: str) -> None:
     run = _Differs(way, rule, "", None, 9)
     for step in range(4):
         if step == 2 and dist.get_rank() == 1:
-            run.optimizer._internals.forget_tables()
+            run.optimizer._internals.invalidate_steps()
         set_gradients(run.model, step)
         if step == 2:
             next(run.model.parameters()).grad = None

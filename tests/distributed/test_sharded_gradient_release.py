@@ -27,7 +27,7 @@ from ranks.models import Net, loss_of, make_batch, make_net
 from ranks.offload import slow_steps
 from ranks.pool import Pool
 from shardopt.release import host_gradients
-from shardopt.release.held import HeldParameters
+from shardopt.release.overlapped import OverlappedRelease
 
 
 def _of_rank(model: Any, number: int) -> Tensor:
@@ -357,7 +357,7 @@ def test_what_is_gathered_by_hand(between: str) -> None:
 def test_gathering_without_waiting_has_other_bits() -> None:
     """The test above can fail."""
     wrong = pytest.raises((AssertionError, RuntimeError))
-    with patch.object(HeldParameters, "wait_for", lambda self, params: None), wrong:
+    with patch.object(OverlappedRelease, "wait_for_steps", lambda self, params: None), wrong:
         test_what_is_gathered_by_hand("the model")
     dist.barrier()
 

@@ -16,7 +16,7 @@ from needed import needs
 from ranks.offload import offload_from_cpu
 from shardopt.__main__ import main
 from shardopt.estimate import Model, Setup, estimate
-from shardopt.estimate.cli import ladder
+from shardopt.estimate.cli import default_rows
 from shardopt.estimate.ledger import DTYPES, OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,9 +72,9 @@ def test_a_module_says_what_keeps_float32_and_what_are_layers() -> None:
 
 
 def test_released_and_offloaded() -> None:
-    """The last rows of the ladder: the largest gradient, and a buffer of fixed size."""
+    """The last of the default rows: the largest gradient, and a buffer of fixed size."""
     model = Model.of_size("7B")
-    *_, released, offloaded = (estimate(model, setup).device for setup in ladder().values())
+    *_, released, offloaded = (estimate(model, setup).device for setup in default_rows().values())
     gradient = 2 * 4096 * 4096
     assert released.gradients == gradient
     assert offloaded.total == 2 * model.numel + gradient + 3 * 32 * 2**20

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardopt.kernels.memory import copy_tensors
+from shardopt.kernels.memory import copy_to_host
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 127, 128, 129, 1000, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 5]
 
@@ -26,7 +26,7 @@ def test_bytes_at_any_address(threads: int) -> None:
         targets.append(whole[before : before + length])
         surroundings.append((whole[:before], whole[before + length :]))
     torch.set_num_threads(threads)
-    copy_tensors(targets, sources)
+    copy_to_host(targets, sources)
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
     assert all(bool((part == 7).all()) for parts in surroundings for part in parts)
 
@@ -37,5 +37,5 @@ def test_tensors_of_any_form() -> None:
     sources += [nn.Parameter(torch.randn(30)), torch.rand(33) < 0.5, torch._efficientzerotensor((1000,))]
     targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
     with torch.no_grad():
-        copy_tensors(targets, sources)
+        copy_to_host(targets, sources)
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))

@@ -98,34 +98,34 @@ def test_muon(name: str, kind: str) -> None:
 #: Faults of the code: in a function, the statement with this text is missing, or has another text. And a scenario
 #: that notices, with the device on which it does, a kind and a seed, unless that is the late one.
 PLANTS = """
-kernels.transfers_cuda:CudaTransfers.__init__ | self._there.wait_stream | offload a part
-kernels.transfers_cuda:CudaTransfers.begin | self._there.wait_stream | offload step
-kernels.transfers_cuda:CudaTransfers.fetch | self._there.wait_stream(self._back) | few chunks @ ahead 0
+kernels.transfers_cuda:CudaTransfers.__init__ | self._fetch_stream.wait_stream | offload a part
+kernels.transfers_cuda:CudaTransfers.begin_phase | self._fetch_stream.wait_stream | offload step
+kernels.transfers_cuda:CudaTransfers.fetch | self._fetch_stream.wait_stream(self._return_stream) | few chunks @ ahead 0
 kernels.transfers_cuda:CudaTransfers.fetch | (slot.emptied, after) => (after,) | offload state @ random 23
-kernels.transfers_cuda:CudaTransfers.arrived | slot.filled.synchronize() | offload step
-kernels.transfers_cuda:CudaTransfers.arrived | .wait_event(slot.filled) | offload state
-kernels.transfers_cuda:CudaTransfers.give_back | self.follow() | offload state
-kernels.transfers_cuda:CudaTransfers.end | .wait_stream(self._back) | offload step
-kernels.transfers_cuda:CudaTransfers.synchronize | self._back.synchronize() | offload state
+kernels.transfers_cuda:CudaTransfers.wait_until_filled | slot.filled.synchronize() | offload step
+kernels.transfers_cuda:CudaTransfers.wait_until_filled | .wait_event(slot.filled) | offload state
+kernels.transfers_cuda:CudaTransfers.copy_back | self.wait_for_current_stream() | offload state
+kernels.transfers_cuda:CudaTransfers.end_phase | .wait_stream(self._return_stream) | offload step
+kernels.transfers_cuda:CudaTransfers.synchronize | self._return_stream.synchronize() | offload state
 kernels.transfers_cuda:_drain | stream.synchronize() | dropped step
 kernels.dispatch_cuda:CudaCall.run | tensor.record_stream(stream) | device scalars
 kernels.dispatch_cuda:CudaCall._upload_in_graph | self._captured.append(staging) | captured
 kernels.norms:CudaNormCall.run | use_in_current_stream | clipped
 kernels.skipped:SkippedElements.count | torch.cuda.synchronize(device) | device scalars
 step.tables:use_in_current_stream | tensor.record_stream(stream) | device scalars
-step.tables:StepTables._run_on | self._context.captured.append | captured
-step.gradient_norm:GradientNorm.clip | use_in_current_stream(device, (words,)) | clipped
-step.muon.waves:WaveStep.apply | self._transfers.follow() | normuon offload
-state.residency:StateResidency.put | self.synchronize() | replaced
+step.tables:StepTables._run_device | self._context.captured.append | captured
+step.gradient_norm:GradientNorm.norm_and_coefficient | use_in_current_stream(device, (words,)) | clipped
+step.muon.waves:WaveStep.apply | self._transfers.wait_for_current_stream() | normuon offload
+state.residency:StateResidency.move_state | self.synchronize() | replaced
 state.residency:StateResidency.synchronize | transfers.synchronize() | offloaded checkpoints
 kernels.transfers_cuda:_unpin | torch.cuda.synchronize(device) | let go
 state.residency:_move | torch.cuda.synchronize(device) | slept
-release.deferred:DeferredStep.take | self._stream.wait_event(self._ready) | released step
-release.deferred:DeferredStep.wait | self._back.synchronize() | released forward @ behind 0
-release.deferred:DeferredSteps.wait | .wait_stream(stream) | released step @ behind 0
-release.deferred:DeferredSteps.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
-release.host_gradients:_arrived | copied.synchronize() | held
-release.host_gradients:_arrived | copied.synchronize() | held in parts
+release.worker:WorkerTask.run | self._stream.wait_event(self._submitted) | released step
+release.worker:WorkerTask.wait | self._copied.synchronize() | released forward @ behind 0
+release.worker:WorkerThread.wait | .wait_stream(stream) | released step @ behind 0
+release.worker:WorkerThread.wait | in self._streams.items() => in list(self._streams.items())[1:] | held, read
+release.host_gradients:_wait_for_piece | copied.synchronize() | held
+release.host_gradients:_wait_for_piece | copied.synchronize() | held in parts
 """
 
 

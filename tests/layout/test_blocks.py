@@ -17,7 +17,7 @@ from helpers import RULES
 from ranks.layouts import Shape, values
 from ranks.snapshot import assert_same
 from ranks.threads import ThreadRankGroup
-from shardopt.layout import BlockGrid, FlatShard, Rectangle, Shard, assign, is_quantized
+from shardopt.layout import BlockGrid, FlatScales, FlatShard, Rectangle, Shard, assign, is_quantized
 from shardopt.layout.partition import Cut, GridPartition, Range
 
 shapes = st.one_of(
@@ -41,14 +41,14 @@ def block_numbers(shape: Shape, block_size: int) -> list[int]:
 def local_elements(rectangle: Rectangle) -> list[int]:
     """Indices in the local tensor."""
     rows, cols = range(rectangle.rows), range(rectangle.cols)
-    return [rectangle.element + row * rectangle.row_stride + col for row in rows for col in cols]
+    return [rectangle.local_start + row * rectangle.row_stride + col for row in rows for col in cols]
 
 
 def local_blocks(rectangle: Rectangle, block_size: int) -> list[int]:
     """For every element the index of its block in the local scales."""
     rows, cols = range(rectangle.rows), range(rectangle.first_col, rectangle.first_col + rectangle.cols)
-    first = rectangle.block - rectangle.first_col // block_size
-    return [first + row * rectangle.blocks_stride + col // block_size for row in rows for col in cols]
+    first = rectangle.local_block - rectangle.first_col // block_size
+    return [first + row * rectangle.scales_row_stride + col // block_size for row in rows for col in cols]
 
 
 # Grids ----------------------------------------------------------------------------------------------------------------
@@ -121,8 +121,7 @@ class Listed(NamedTuple):
     def indices(self, shape: Shape, offset: int) -> tuple[Range, ...]:
         return (*self.dims, *((0, size) for size in shape[len(self.dims) :]))
 
-    @property
-    def along_rows(self) -> Listed:
+    def of_scales(self, grid: BlockGrid) -> Listed:
         return Listed(self.dims[:1])
 
 
@@ -137,9 +136,11 @@ def test_rectangles_hold_each_element_once(part: tuple[Shape, list[Range]], bloc
     blocks = block_numbers(shape, block_size)
     actual = []
     for rectangle in shard.rectangles(grid):
-        inside, first = local_elements(rectangle), rectangle.first
+        inside, first = local_elements(rectangle), rectangle.first_element
         places = [
-            first + row * rectangle.stride + col for row in range(rectangle.rows) for col in range(rectangle.cols)
+            first + row * rectangle.global_row_numel + col
+            for row in range(rectangle.rows)
+            for col in range(rectangle.cols)
         ]
         assert [numbers[local] for local in inside] == places
         rows = [local // shard.cols * grid.blocks_per_row for local in inside]
@@ -156,7 +157,7 @@ class Rank(NamedTuple):
     """One of several ranks."""
 
     rank: int
-    numbers: tuple[int, ...]
+    global_ranks: tuple[int, ...]
 
 
 #: A shape, a block size, and the shards of 1 to 5 ranks.
@@ -187,7 +188,7 @@ def test_cut_blocks_are_those_with_several_owners(drawn: Split) -> None:
         assert shard.cut_blocks(grid) == shard.cut_blocks(grid) == shared
         firsts = [number for number in owners if shard.start <= numbers.index(number) < shard.end]
         scales = shard.scales(grid)
-        assert isinstance(scales, FlatShard)
+        assert isinstance(scales, FlatScales)
         written = list(range(scales.saved_from, scales.end))
         assert written == sorted(firsts), f"rank {rank} is to write the blocks whose first element it holds"
 
@@ -204,7 +205,7 @@ matrices = st.one_of(
 
 def state_of_part(state: dict[str, Tensor], shard: FlatShard, grid: BlockGrid) -> dict[str, Tensor]:
     """The part of a whole parameter's state that a flat shard has."""
-    first, end = shard.blocks(grid)
+    first, end = shard.block_range(grid)
     found: dict[str, Tensor] = {}
     for key, value in state.items():
         if key == "step":

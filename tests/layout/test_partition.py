@@ -19,9 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from ranks.layouts import Shape
+from shardopt.checkpoint.rectangles import holders_of
 from shardopt.layout import (
     FlatShard,
-    Placed,
+    PlacedPartition,
     Shard,
     assign,
     assigned,
@@ -87,20 +88,20 @@ def test_every_element_has_one_owner(drawn: tuple[Shape, Partition, int], data: 
         high = [data.draw(st.integers(low[dim] + 1, n)) if dim < cut else n for dim, n in enumerate(shape)]
         part = tuple(low), tuple(b - a for a, b in zip(low, high, strict=True))
         inside = owners[tuple(map(slice, low, high))]
-        assert partition.holders(shape, part) == inside.unique().tolist()
+        assert holders_of(partition, shape, part) == inside.unique().tolist()
 
 
 class _Ranks:
     """Ranks of which this is one, with these numbers among all."""
 
     def __init__(self, rank: int, numbers: tuple[int, ...]) -> None:
-        self.rank, self.numbers = rank, numbers
+        self.rank, self.global_ranks = rank, numbers
 
 
 @pytest.mark.parametrize(("numbers", "stride"), [((0, 3), 3), ((0, 3, 4), None), ((2, 1), None), ((0, 0), None)])
 def test_only_ranks_at_equal_distances_follow_a_rule(numbers: tuple[int, ...], stride: int | None) -> None:
     shard = FlatShard((13, 10), 0, 65, _Ranks(1, numbers))  # type: ignore[arg-type]
-    assert shard.partition == (stride and Placed(RangePartition(2, stride, 0, 65, 2), stride))
+    assert shard.placed_partition == (stride and PlacedPartition(RangePartition(2, stride, 0, 65, 2), stride))
 
 
 class _Mesh:
@@ -124,11 +125,11 @@ def _partitions_of(shape: Shape, mesh: Shape, placements: tuple[Any, ...]) -> li
     actual = []
     for coordinate in itertools.product(*map(range, mesh)):
         shard = DTensorShard(shape, _Mesh(mesh, coordinate), placements)  # type: ignore[arg-type]
-        placed = shard.partition
+        placed = shard.placed_partition
         actual.append(placed is not None)
         if placed is not None:
             held = tuple(start for start, _ in shard.indices), shard.local_shape
-            assert placed.partition.parts(shape, placed.offset) == ([] if 0 in shard.local_shape else [held])
+            assert placed.partition.parts(shape, placed.rank_offset) == ([] if 0 in shard.local_shape else [held])
     return actual
 
 

@@ -351,13 +351,13 @@ def test_state_without_second_moments() -> None:
     """Begins with zeros where the state is torch's, and is refused where it is ours."""
     plain = advance(make(), range(STEPS))
     assert "second_momentum_buffer" not in everything(plain)
-    of_torch, ours = plain.state_dict(dequantize=True), plain.state_dict()
-    for group in (*of_torch["param_groups"], *ours["param_groups"]):
+    may_lack_low_bits, ours = plain.state_dict(dequantize=True), plain.state_dict()
+    for group in (*may_lack_low_bits["param_groups"], *ours["param_groups"]):
         del group["normalize"]
     optimizer = normuon()
     with pytest.raises(ValueError, match=r"got state with .*, expected .*second_momentum_buffer"):
         optimizer.load_state_dict(ours)
-    optimizer.load_state_dict(of_torch)
+    optimizer.load_state_dict(may_lack_low_bits)
     assert not any(optimizer.state[param]["second_momentum_buffer"].any() for param in params_of(optimizer))
     state = advance(normuon(), range(1)).state_dict()["state"]
     with pytest.raises(ValueError, match="second_momentum_buffer, expected step, momentum_buffer_codes"):

@@ -25,7 +25,7 @@ class Band(Shard):
 
     def __init__(self, global_shape: tuple[int, ...], dim: int) -> None:
         ranks = TorchRankGroup((dist.group.WORLD,), torch.device("cpu"))
-        bands = GridPartition((Cut(dim, ways=len(ranks.numbers), stride=1),))
+        bands = GridPartition((Cut(dim, ways=len(ranks.global_ranks), stride=1),))
         super().__init__(global_shape, bands, ranks.rank, ranks)
 
 

@@ -9,7 +9,16 @@ import torch
 
 from shardopt import _C, doctor
 from shardopt.__main__ import main
-from shardopt.doctor import Finding, Gpu, of_cpu, of_gpus, of_hooks, of_packages, of_torch, report
+from shardopt.doctor import (
+    Finding,
+    Gpu,
+    cpu_findings,
+    gpu_findings,
+    hook_finding,
+    package_findings,
+    report,
+    torch_findings,
+)
 from shardopt.sharding.hooks import PACKAGES
 
 ROOT = Path(__file__).parents[2]
@@ -19,12 +28,12 @@ H100 = Gpu("NVIDIA H100", (9, 0))
 @pytest.mark.parametrize(
     ("findings", "text"),
     [
-        (of_torch("2.13.0+cu130", "13.0"), "PyTorch 2.13.0+cu130, CUDA 13.0"),
-        (of_cpu(("avx512", "avx2", "portable"), "avx512", ()), "avx512 in use"),
-        (of_gpus([H100], with_cuda=True), "NVIDIA H100, compute capability 9.0; a trial step has the CPU's bits"),
-        (of_gpus([], with_cuda=False), "PyTorch sees no GPU"),
-        (of_packages({"deepspeed": "0.19.8", "peft": "0.21", "transformers": "5.24.0"}), "deepspeed 0.19.8"),
-        ([of_hooks(PACKAGES)], "hooks into torch, deepspeed"),
+        (torch_findings("2.13.0+cu130", "13.0"), "PyTorch 2.13.0+cu130, CUDA 13.0"),
+        (cpu_findings(("avx512", "avx2", "portable"), "avx512", ()), "avx512 in use"),
+        (gpu_findings([H100], with_cuda=True), "NVIDIA H100, compute capability 9.0; a trial step has the CPU's bits"),
+        (gpu_findings([], with_cuda=False), "PyTorch sees no GPU"),
+        (package_findings({"deepspeed": "0.19.8", "peft": "0.21", "transformers": "5.24.0"}), "deepspeed 0.19.8"),
+        ([hook_finding(PACKAGES)], "hooks into torch, deepspeed"),
     ],
 )
 def test_what_is_sound(findings: list[Finding], text: str) -> None:
@@ -37,18 +46,18 @@ def test_what_is_sound(findings: list[Finding], text: str) -> None:
 @pytest.mark.parametrize(
     ("is_fault", "findings", "remedy"),
     [
-        (True, of_torch("2.5.1", None), "install PyTorch 2.6 to before 2.16"),
-        (True, of_cpu(("avx2", "portable"), "avx2", ("portable",)), "no -ffast-math"),
-        (True, of_gpus([H100], with_cuda=False), "SHARDOPT_CUDA=1"),
-        (True, of_gpus([H100._replace(failure="no kernel image")], with_cuda=True), "SHARDOPT_CUDA_ARCHS=90 "),
-        (True, of_gpus([Gpu("Tesla P100", (6, 0), "no")], with_cuda=True), "begin at compute capability 7.5"),
-        (True, of_packages({"deepspeed": "0.18.2"}), "pip install 'deepspeed>=0.19.8,<0.20'"),
-        (False, of_torch("2.16.0", None), "not tried"),
-        (False, of_cpu(("portable",), "portable", ()), "AVX2 or NEON"),
-        (False, of_gpus([], with_cuda=True), "names the reason"),
-        (False, of_packages({"transformers": "6.0.0"}), "optim= takes no names of ours in this version"),
-        (False, of_packages({"transformers": "4.56"}), "pass optimizer_cls_and_kwargs to Trainer"),
-        (False, [of_hooks(("torch",))], "unset SHARDOPT_HOOKS"),
+        (True, torch_findings("2.5.1", None), "install PyTorch 2.6 to before 2.16"),
+        (True, cpu_findings(("avx2", "portable"), "avx2", ("portable",)), "no -ffast-math"),
+        (True, gpu_findings([H100], with_cuda=False), "SHARDOPT_CUDA=1"),
+        (True, gpu_findings([H100._replace(failure="no kernel image")], with_cuda=True), "SHARDOPT_CUDA_ARCHS=90 "),
+        (True, gpu_findings([Gpu("Tesla P100", (6, 0), "no")], with_cuda=True), "begin at compute capability 7.5"),
+        (True, package_findings({"deepspeed": "0.18.2"}), "pip install 'deepspeed>=0.19.8,<0.20'"),
+        (False, torch_findings("2.16.0", None), "not tried"),
+        (False, cpu_findings(("portable",), "portable", ()), "AVX2 or NEON"),
+        (False, gpu_findings([], with_cuda=True), "names the reason"),
+        (False, package_findings({"transformers": "6.0.0"}), "optim= takes no names of ours in this version"),
+        (False, package_findings({"transformers": "4.56"}), "pass optimizer_cls_and_kwargs to Trainer"),
+        (False, [hook_finding(("torch",))], "unset SHARDOPT_HOOKS"),
     ],
 )
 def test_faults_and_advice_have_a_remedy(is_fault: bool, findings: list[Finding], remedy: str) -> None:
@@ -60,10 +69,10 @@ def test_faults_and_advice_have_a_remedy(is_fault: bool, findings: list[Finding]
 
 
 def test_a_trial_step_notices_other_bits_and_failures() -> None:
-    expected = doctor._stepped("cpu")
-    assert doctor._tried("cpu", expected) == ""
-    assert "other bits" in doctor._tried("cpu", expected.nextafter(torch.tensor(9.0)))
-    assert doctor._tried("meta", expected).startswith("a trial step failed: ")
+    expected = doctor._weight_after_steps("cpu")
+    assert doctor._failure_on("cpu", expected) == ""
+    assert "other bits" in doctor._failure_on("cpu", expected.nextafter(torch.tensor(9.0)))
+    assert doctor._failure_on("meta", expected).startswith("a trial step failed: ")
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,11 +113,7 @@ IN_LISTS = (
     ("csrc/step/instances.h", "OtherRules = List<Sgd,", "OtherRules = List<Toy, Sgd,"),
     ("csrc/step/instances.h", '#include "codecs/plain.h"\n', '#include "codecs/plain.h"\n#include "codecs/toy.h"\n'),
     ("csrc/step/instances.h", "OtherCodecs = List<Companded16>", "OtherCodecs = List<Companded16, ToyCodec>"),
-    (
-        "shardopt/optim/__init__.py",
-        '    "ShardedOptimizer",\n',
-        '    "ShardedOptimizer",\n    "Toy",\n    "Toy8bit",\n',
-    ),
+    ("shardopt/optim/__init__.py", '["ShardedOptimizer"]\n', '["ShardedOptimizer", "Toy", "Toy8bit"]\n'),
     (
         "shardopt/optim/__init__.py",
         "import Prodigy, Prodigy8bit\n",

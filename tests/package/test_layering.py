@@ -236,7 +236,7 @@ BAD = {
     "shardopt/optim/typed.py": "if TYPE_CHECKING:\n    from torch.distributed.tensor import DTensor\n",
     "shardopt/codec/framework.py": "import deepspeed\n",
     "shardopt/checkpoint/job.py": "import lm.model\n",
-    "shardopt/checkpoint/engine.py": "def f():\n    from shardopt.sharding.deepspeed.engine import opened\n",
+    "shardopt/checkpoint/engine.py": "def f():\n    from shardopt.sharding.deepspeed.engine import open_engine\n",
     "csrc/rules/upward.h": '#include "step/cpu.h"\n',
     "csrc/bindings.cpp": "#include <torch/extension.h>\n",
     "csrc/step/python.cpp": "#include <pybind11/pybind11.h>\n",

@@ -173,10 +173,10 @@ def test_a_gradient_is_stepped_once_after_an_error() -> None:
     failures = [OSError("no way back")]
 
     class FailsOnce(HostTransfers):
-        def give_back(self, slot: Any, copies: Any) -> object:
+        def copy_back(self, slot: Any, copies: Any) -> object:
             if failures:
                 raise failures.pop()
-            return super().give_back(slot, copies)
+            return super().copy_back(slot, copies)
 
     with offload_from_cpu(transfers=FailsOnce):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))

@@ -24,7 +24,7 @@ from ranks.offload import before_steps, offload_from_cpu, slow_steps
 from ranks.snapshot import assert_same
 from shardopt.optim import ShardedOptimizer
 from shardopt.release import host_gradients
-from shardopt.release.released import ReleasedParameters
+from shardopt.release.backward import BackwardRelease
 from shardopt.state import host_memory
 from test_gradient_release import Dropped
 
@@ -194,11 +194,11 @@ def _raise(error: type[BaseException], *_: Any) -> None:
 def waits_that_are_interrupted(loop: Loop) -> None:
     """A forward pass after one that was interrupted still waits for the step that the latter had waited for."""
     loop.step(0)
-    for name in ("DeferredStep", "DeferredSteps") if loop.held else ():  # of a layer, of all
+    for name in ("WorkerTask", "WorkerThread") if loop.held else ():  # of a layer, of all
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"shardopt.release.deferred.{name}.wait", partial(_raise, KeyboardInterrupt))
+            patch.setattr(f"shardopt.release.worker.{name}.wait", partial(_raise, KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                loop.evaluate() if name == "DeferredStep" else loop.optimizer.synchronize()
+                loop.evaluate() if name == "WorkerTask" else loop.optimizer.synchronize()
     loop.evaluate()
     loop.step(1)
 
@@ -304,13 +304,13 @@ def test_an_error_of_a_step_is_raised_and_does_not_hang(monkeypatch: pytest.Monk
         if place == 3:
             raise MemoryError("planted")
 
-    defer = ReleasedParameters._defer
+    defer = BackwardRelease._submit_step
 
     def slow_defer(*args: Any, **more: Any) -> None:
         defer(*args, **more)
         time.sleep(0.01)
 
-    monkeypatch.setattr(ReleasedParameters, "_defer", slow_defer)
+    monkeypatch.setattr(BackwardRelease, "_submit_step", slow_defer)
     before = [param.detach().clone() for param in loop.model.parameters()]
     with before_steps(fail):
         loop.step(1)
@@ -329,15 +329,15 @@ def test_a_gradient_that_gets_lost_is_not_stepped(clips: bool, monkeypatch: pyte
     loop.step(0)
     before = {name: x.clone() for name, x in loop.result().items()}
     arrivals = iter(range(17))
-    original = host_gradients.Staging.arriving
+    original = host_gradients.Staging.copied_pieces
 
-    def arriving(*args: Any, **how: Any) -> Any:
+    def copied_pieces(*args: Any, **how: Any) -> Any:
         if next(arrivals) == 16:
             raise MemoryError("planted")
         return original(*args, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_gradients.Staging, "arriving", arriving)
+        patch.setattr(host_gradients.Staging, "copied_pieces", copied_pieces)
         loop.backward(1)
         time.sleep(0.05)
         act = loop.clip if clips else loop.optimizer.step

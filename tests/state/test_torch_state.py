@@ -144,13 +144,13 @@ def test_an_initial_sum_is_there_before_the_first_step() -> None:
     for codec in CODEC_NAMES:
         assert torch.equal(initial_sum(0.25, codec), torch.full((64, 96), 0.25)), codec
     expected = initial_sum(0.1, "log8")
-    slice_spec._first_codes.cache_clear()
+    slice_spec._initial_block.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert torch.equal(initial_sum(0.1, "log8"), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-        slice_spec._first_codes.cache_clear()
+        slice_spec._initial_block.cache_clear()
 
 
 @pytest.mark.parametrize("steps", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])

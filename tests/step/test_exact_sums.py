@@ -40,7 +40,7 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
 
 def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     """The sums over all parameters in the last step."""
-    tables = optimizer._internals.stepper._tables
+    tables = optimizer._internals.cached_stepper()._tables
     assert tables is not None
     assert tables._sums is not None
     total = tables._sums.total()

@@ -24,7 +24,7 @@ from kernel_problem import gradients, make, start, using
 from message_problem import DTYPES, numbers
 from ranks.snapshot import assert_same, snapshot
 from shardopt import _C, clip_grad_norm_
-from shardopt.kernels.norms import clip_of
+from shardopt.kernels.norms import norm_and_coefficient
 from shardopt.optim import ShardedOptimizer, clip
 
 INF = math.inf
@@ -86,7 +86,7 @@ def test_root_rounds_once() -> None:
             number = int(middle**2 * 2**-_C.sum_lowest_bit) + beside
             for digit in range(_C.sum_words - 1):
                 words[digit] = number >> 32 * digit & 0xFFFFFFFF
-            norm, _ = clip_of(torch.from_numpy(words), 1.0, is_magnitude=False)
+            norm, _ = norm_and_coefficient(torch.from_numpy(words), 1.0, is_magnitude=False)
             assert_root(float(norm), Fraction(number) / 2**-_C.sum_lowest_bit)
     params = with_gradients([torch.tensor([3.0, 4.0]), torch.full((3,), least)])
     assert float(clip_grad_norm_(params, INF)) == 5.0

@@ -185,8 +185,8 @@ def use(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets optimizers step tensors on the CPU as if they were on a GPU."""
     for name in NAMES:
         monkeypatch.setattr(_C, name, getattr(module, name), raising=False)
-    monkeypatch.setattr(dispatch_cuda, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(dispatch_cuda, "_on", lambda table, device: table.clone())
+    monkeypatch.setattr(dispatch_cuda, "_pinned_buffer", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(dispatch_cuda, "_device_copy", lambda table, device: table.clone())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)

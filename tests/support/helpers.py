@@ -227,11 +227,11 @@ class ReferenceOptimizer:
         self.params = {name: param.detach().clone() for name, param in params.items()}
         self.state: dict[str, dict[str, Tensor]] = {}
         for name, param in params.items():
-            state = optimizer.state.get(param) or self._spec(name).new(torch.device("cpu"))
+            state = optimizer.state.get(param) or self._spec(name).new_state(torch.device("cpu"))
             self.state[name] = {key: value.clone() for key, value in state.items()}
         self.nonfinite = 0
         first = optimizer.param_groups[0]
-        kept = first.keys() - {*DEFAULTS, "params", "lr", "weight_decay"} if optimizer.rule(first).totals else ()
+        kept = first.keys() - {*DEFAULTS, "params", "lr", "weight_decay"} if optimizer.rule(first).has_totals else ()
         self._found = {key: first[key] for key in kept}  # sums over all parameters change these, here and there
 
     def step(self, gradients: Mapping[str, Tensor], gradient_scale: float = 1.0) -> None:
@@ -247,7 +247,7 @@ class ReferenceOptimizer:
             own = hyper[groups[name]]
             return self._reference(name, gradients[name], own, gradient_scale=gradient_scale, **more)
 
-        if any(twin.rule(group).totals for group in twin.param_groups):
+        if any(twin.rule(group).has_totals for group in twin.param_groups):
             terms = [referred(name, products_only=True) for name in gradients]
             totals = [math.fsum(x for each in of_sum for x in each) for of_sum in zip(*terms, strict=True)]
             for own, more in zip(hyper, twin.hyper_from_totals(totals), strict=True):
@@ -258,7 +258,7 @@ class ReferenceOptimizer:
             self.params[name] = stepped.param
             if stepped.low_bits is not None:
                 state[LOW_BITS] = stepped.low_bits
-            state.update(spec.coded_entries(stepped.coded))
+            state.update(spec.state_from_coded(stepped.coded))
             self.nonfinite += stepped.nonfinite
 
     def _reference(self, name: str, gradient: Tensor, hyper: Mapping[str, float], **more: Any) -> Any:
@@ -266,7 +266,7 @@ class ReferenceOptimizer:
         group = self._groups[original]
         rule = self._optimizer.rule(group)
         step = {"step": int(state["step"]), "block_size": group["block_size"], "nonfinite": group["nonfinite"]}
-        coded = [spec.local_coded(state, moment) for moment in spec.moments]
+        coded = [spec.codes_and_scales(state, moment) for moment in spec.moments]
         weights = {
             "param": self.params[name],
             "weights": spec.weights,
@@ -281,7 +281,7 @@ class ReferenceOptimizer:
             return first(**weights)
         direction = first(param=torch.zeros_like(original, dtype=torch.bfloat16))
         apply = partial(
-            reference.step, rule.orthogonalized.apply, [], spec.codec, coding, coded=[], **weights, **step
+            reference.step, rule.orthogonalized.applied_rule, [], spec.codec, coding, coded=[], **weights, **step
         )  # fmt: skip
         param, low_bits, skipped = [], [], direction.nonfinite
         for start, rows, cols in matrix_shapes(name, tuple(original.shape), rule.orthogonalized.split):

@@ -112,7 +112,7 @@ def steps(device: torch.device, chunk: int = 4608, **options: Any) -> Named:
         for t in (0, 1, 2, 5, 3):
             with side_stream(device, apart=t in (1, 3)):
                 problem.step(t, without=(1,) if t == 1 else (), bad=3 if t == 3 else 0)
-        problem.optimizer._internals.forget_tables()
+        problem.optimizer._internals.invalidate_steps()
         problem.step(4, without=(0, 2))
         return {**problem.result(), "skipped": torch.tensor(problem.optimizer.nonfinite_count)}
 
@@ -130,7 +130,7 @@ def device_scalars(device: torch.device, rule: str = "lamb", **options: Any) -> 
             problem.optimizer.found_inf = torch.full((), float(t == 2), device=device)
             problem.step(t, bad=t)
             if t == 1:
-                problem.optimizer._internals.forget_tables()
+                problem.optimizer._internals.invalidate_steps()
         with here:
             skipped = problem.optimizer.nonfinite_count
     return problem.result(skipped=skipped)
@@ -217,7 +217,7 @@ def captured(device: torch.device, **options: Any) -> Named:
             to.copy_(source * 0.125)
         if t == 3:
             problem.step(t)
-            problem.optimizer._internals.forget_tables()
+            problem.optimizer._internals.invalidate_steps()
             continue
         for param, gradient in zip(problem.params.values(), static, strict=True):
             param.grad = gradient
@@ -338,7 +338,7 @@ def messages(device: torch.device) -> Named:
         progress.done = t
         whole = values((2, 300), t).to(device) * 0.5
         out = torch.empty(300, device=device)
-        scattered.push(whole, out)
+        scattered.reduce_scatter(whole, out)
         found[f"scattered {t}"] = out
     return on_cpu(found)
 

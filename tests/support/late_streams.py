@@ -245,7 +245,7 @@ def late_device(kind: str, seed: int = 0) -> Iterator[LateDevice]:
             gc.unfreeze()
             aten._destroy()
             others._destroy()
-            dispatch_cuda._on.cache_clear()
+            dispatch_cuda._device_copy.cache_clear()
 
 
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ranks.layouts import values
 from shardopt import _C
 from shardopt.codec import CODECS
-from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, Tables, addresses
+from shardopt.kernels.dispatch import DTYPES, Call, LossScaling, addresses
 from shardopt.kernels.skipped import SkippedElements
 
 #: The weight format, the parameter's dtype and that of its low bits.
@@ -146,12 +146,11 @@ class Problem:
             for now, then in ((buffer[:begin], before[:begin]), (buffer[end:], before[end:])):
                 assert torch.equal(now.view(torch.uint8), then.view(torch.uint8))
 
-    def run(self, make_call: Callable[[torch.device, Tables, SkippedElements], Call], steps: int) -> int:
+    def run(self, make_call: Callable[..., Call], steps: int) -> int:
         """Takes steps, with NaN and Inf among the third one's gradients; returns how many elements were skipped."""
         ordered = sorted(CODECS.values(), key=lambda codec: codec.index)
-        tables = Tables(self.kernel_rows, addresses([self.tensors["step"]]), [codec.table for codec in ordered])
-        skipped = SkippedElements()
-        call = make_call(self.gradient.device, tables, skipped)
+        counts, skipped = addresses([self.tensors["step"]]), SkippedElements()
+        call = make_call(self.gradient.device, self.kernel_rows, counts, [codec.table for codec in ordered], skipped)
         for t in range(1, steps + 1):
             gradient = (values(tuple(self.gradient.shape), 100 + t) * 1e-2).to(self._gradient_dtype)
             if t == 3:

@@ -24,7 +24,7 @@ from shardopt.unit import multipliers
 from unit_model import UnitTransformer, build
 
 CONTEXT, WINDOWS = 16, 4  # tokens are a power of two, because the mean loss divides by them
-FACTORS = [name for name, f in vars(multipliers).items() if callable(f) and f.__module__ == multipliers.__name__]
+FACTORS = [name for name, f in vars(multipliers).items() if getattr(f, "__module__", "") == multipliers.__name__]
 
 
 def draw_powers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -38,12 +38,13 @@ def draw_powers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     def wrapped(f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             found = f(*args, **options)
-            return tuple(map(power, found)) if isinstance(found, tuple) else power(found)
+            powers = tuple(map(power, found)) if isinstance(found, tuple) else power(found)
+            return multipliers.Factors(*powers) if isinstance(found, multipliers.Factors) else powers
 
         return call
 
     for name in FACTORS:
-        if not name.startswith("_") and name != "residual_weights":  # these are hyper-parameters
+        if not name.startswith("_") and name not in ("Factors", "residual_weights"):  # these are hyper-parameters
             monkeypatch.setattr(multipliers, name, wrapped(getattr(multipliers, name)))
 
 
@@ -61,7 +62,7 @@ def power_between(found: Tensor, expected: Tensor) -> float:
 
 def plain_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     out, inside = layer.weight.shape
-    return F.linear(x, layer.weight) * multipliers.linear(inside, out, 1)[0]
+    return F.linear(x, layer.weight) * multipliers.linear(inside, out, 1).output
 
 
 def plain_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -90,13 +91,13 @@ def plain_logits(model: UnitTransformer, tokens: Tensor) -> Tensor:
 
     x = F.embedding(tokens, model.embedding.weight)
     for block in model.blocks:
-        of_attention, of_mlp = (multipliers.residual(tau) for tau in block.weights)
+        of_attention, of_mlp = (multipliers.branch_and_skip(tau) for tau in block.weights)
         branch = plain_norm(x.view_as(x))
         x = plain_attention(branch, block.attention, turn) * of_attention[0] + x * of_attention[1]
         branch = plain_norm(x.view_as(x))
         x = plain_swiglu(branch, block.mlp) * of_mlp[0] + x * of_mlp[1]
     out, inside = model.head.weight.shape
-    return F.linear(plain_norm(x), model.head.weight) * multipliers.readout(inside, out, 1)[0]
+    return F.linear(plain_norm(x), model.head.weight) * multipliers.readout(inside, out, 1).output
 
 
 def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from shardopt.sharding.in_model import replaced_parameters
 _engines: weakref.WeakKeyDictionary[Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def own(engine: Any) -> None:
+def register_engine(engine: Any) -> None:
     """Registers an engine, so that :func:`engine_of` finds it by its bare model."""
     _engines[engine.module] = weakref.ref(engine)
 
@@ -41,7 +41,7 @@ def has_optimizer(model: Module, optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def opened(model: Module) -> Iterator[tuple[Module, Optimizer]]:
+def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     """Yields the engine's bare model and shardopt's optimizer, with the flat master weights in its param groups.
 
     Outside of this context, ZeRO 3's param groups have one master at a time, and none between steps. Inside, frozen
@@ -84,7 +84,7 @@ def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
     return masters
 
 
-def refresh(model: Module) -> None:
+def copy_masters(model: Module) -> None:
     """Copies the master weights, after a checkpoint was loaded into them, to the model's parameters."""
     wrapper = engine_of(model).optimizer
     if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
@@ -100,16 +100,13 @@ def refresh(model: Module) -> None:
         wrapper.checkpoint_event_epilogue()
 
 
-def refuse_single_states(wrapper: Any) -> None:
+def refuse_state_access(wrapper: Any) -> None:
     """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed raise on all ranks for our state.
 
     DeepSpeed looks for float32 tensors laid out like the masters; ranks that find some would wait for ranks that raise.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
     """
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
-        wrapper._get_fp32_opt_state_partition = _without_state(wrapper._get_fp32_opt_state_partition)
+        wrapper._get_fp32_opt_state_partition = _refuse_states(wrapper._get_fp32_opt_state_partition)
     elif hasattr(wrapper, "_link_all_hp_params"):  # ZeRO 1 and 2, BF16_Optimizer
         wrapper._hp_optimizer_states_linked = True  # else DeepSpeed keeps views of any tensor of the masters' shape
         link = wrapper._link_all_hp_params
@@ -118,14 +115,14 @@ def refuse_single_states(wrapper: Any) -> None:
             link()  # binds methods to the parameters
             for group in wrapper.bf16_groups if hasattr(wrapper, "bf16_groups") else wrapper.bit16_groups:
                 for param in group:
-                    param.get_full_hp_param = _without_state(param.get_full_hp_param)
-                    param.set_full_hp_param = _without_state(param.set_full_hp_param)
+                    param.get_full_hp_param = _refuse_states(param.get_full_hp_param)
+                    param.set_full_hp_param = _refuse_states(param.set_full_hp_param)
 
         wrapper._link_all_hp_params = _link_all_hp_params
         _link_all_hp_params()
 
 
-def _without_state(access: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_states(access: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a DeepSpeed method that accesses a master or its state: raises unless ``optim_state_key`` is None."""
 
     @wraps(access)

@@ -1,15 +1,7 @@
-"""All hooks into DeepSpeed, its engine, ZeRO and list of supported optimizers, and into Accelerate for its sake.
+"""All hooks into DeepSpeed's engine, ZeRO and list of supported optimizers, and into Accelerate for its sake.
 
-- ``DeepSpeedEngine._is_supported_optimizer`` decides which types a config may name: with the hook, shardopt's, too.
-- ``DeepSpeedEngine._configure_basic_optimizer`` makes the optimizer that the config names: with the hook, shardopt's.
-- ``DeepSpeedEngine._configure_optimizer`` wraps the optimizer: the hook then reads the contents of flat partitions.
-- ``DeepSpeedEngine.load_checkpoint`` loads no state if masters are on NVMe: the hook loads ours, which is in memory.
-- ``offload_states`` and ``reload_states`` of ZeRO 3 move FusedAdam's state only: the hooks move ours, too. In all
-  stages they separate masters and parameters that are one tensor: the hook joins both again.
-- ``ZeROOptimizer._configure_master_weights`` decides whether masters may be in bf16: with the hook they may.
-- ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` spares users ``zero_allow_untested_optimizer``.
-- Accelerate, and so Hugging Face's Trainer, replaces offloaded optimizers by DeepSpeedCPUAdam, in 32 bits, unless the
-  config says ``"zero_force_ds_cpu_optimizer": false``: with the hook, ours stay.
+Each hook says what it replaces and why; docs/sharding.md says what users lose without them. In this package,
+``wrapper`` is always the ``optimizer`` of a DeepSpeedEngine: DeepSpeed's object around the user's optimizer.
 """
 
 from __future__ import annotations
@@ -29,17 +21,17 @@ from torch.optim import Optimizer
 
 from shardopt.layout.names import number_parameters, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
-from shardopt.sharding.deepspeed.engine import own, refuse_single_states
-from shardopt.sharding.deepspeed.masters import share_copies
-from shardopt.sharding.deepspeed.muon import divided, leave_gradients
+from shardopt.sharding.deepspeed.engine import refuse_state_access, register_engine
+from shardopt.sharding.deepspeed.masters import share_storage
+from shardopt.sharding.deepspeed.muon import clear_muon_marks, muon_param_groups
 from shardopt.sharding.deepspeed.offload import (
-    accepting_bf16_masters,
-    loading_state_too,
-    move_state_too,
-    swap_what_survives,
+    hook_offload_states,
+    keep_state_in_memory,
+    wrap_configure_master_weights,
+    wrap_load_checkpoint,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
-from shardopt.state.options import DEFAULTS, is_own
+from shardopt.state.options import DEFAULTS, is_shardopt
 from shardopt.wrapper.optimizer import QuantizedState
 
 #: The supported versions of DeepSpeed, whose private attributes are known: [first, end).
@@ -50,12 +42,10 @@ TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit
 
 
 def install(engine_module: ModuleType) -> None:
-    """Installs the hooks into DeepSpeed; in an unsupported version, has engines refuse shardopt's optimizers.
+    """Hooks into ``deepspeed.runtime.engine``; in an unsupported version, has engines refuse shardopt's optimizers."""
+    # Not deepspeed.__version__: the import of that module may still be under way.
+    from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 
-    Args:
-        engine_module: ``deepspeed.runtime.engine``.
-    """
-    version = _version()
     if not is_known(version):
         _refuse_later(engine_module.DeepSpeedEngine, version)
         return
@@ -66,53 +56,55 @@ def install(engine_module: ModuleType) -> None:
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
     is_supported = engine_class._is_supported_optimizer
 
-    def _is_supported_optimizer(self: Any, name: str) -> bool:
+    def _is_supported_optimizer(self: Any, name: str) -> bool:  # whether a config may name this type
         return name.lower() in TYPES or is_supported(self, name)
 
-    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:
+    def _configure_basic_optimizer(self: Any, model_parameters: Iterable[Tensor]) -> Any:  # makes the named optimizer
         name = self.optimizer_name().lower()
         if name not in TYPES:
             return configure_basic(self, model_parameters)
         params = self.optimizer_params() or {}
         if issubclass(TYPES[name], Muon):
-            model_parameters, params = divided(self.module, list(model_parameters), params)
+            model_parameters, params = muon_param_groups(self.module, list(model_parameters), params)
         _check_params(TYPES[name], params)
-        return _accepted(self, TYPES[name](model_parameters, **params))
+        return _prepare_engine(self, TYPES[name](model_parameters, **params))
 
+    # Puts the optimizer into DeepSpeed's wrapper, whose flat partitions are then known.
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Iterable[Tensor]) -> None:
         if self.zero_use_cpu_optimizer():
             _refuse_replacement(client_optimizer)
         with ExitStack() as self._shardopt_pauses:  # stage 0 takes a step without gradients, which must do nothing
             if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
                 make = client_optimizer
-                client_optimizer = lambda params: _accepted(self, make(params))  # noqa: E731
+                client_optimizer = lambda params: _prepare_engine(self, make(params))  # noqa: E731
             else:
-                _accepted(self, client_optimizer)
+                _prepare_engine(self, client_optimizer)
             configure(self, client_optimizer, model_parameters)
         if isinstance(self.basic_optimizer, ShardedOptimizer):
             assign_partitions(self)
             number_parameters(self.module)
             use_numbers(self.module.parameters())
-            share_copies(self.optimizer)
-            swap_what_survives(self.optimizer)
-            move_state_too(self.optimizer)
+            share_storage(self.optimizer)
+            keep_state_in_memory(self.optimizer)
+            hook_offload_states(self.optimizer)
             _warn_of_lost_updates(self)
-            refuse_single_states(self.optimizer)
-            own(self)
+            refuse_state_access(self.optimizer)
+            register_engine(self)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
-    engine_class.load_checkpoint = loading_state_too(engine_class.load_checkpoint)
-    ZeROOptimizer._configure_master_weights = accepting_bf16_masters(ZeROOptimizer._configure_master_weights)
-    known = [ShardedOptimizer, *OPTIMIZERS.values()]
+    engine_class.load_checkpoint = wrap_load_checkpoint(engine_class.load_checkpoint)
+    ZeROOptimizer._configure_master_weights = wrap_configure_master_weights(ZeROOptimizer._configure_master_weights)
+    known = [ShardedOptimizer, *OPTIMIZERS.values()]  # in this list, users need no zero_allow_untested_optimizer
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
 
 def hook_accelerate(module: ModuleType) -> None:
-    """Hooks into ``accelerate.accelerator``, which has the function only if DeepSpeed is installed.
+    """Has Accelerate, and so Hugging Face's Trainer, keep offloaded optimizers instead of making a DeepSpeedCPUAdam.
 
-    If another version of Accelerate has the function elsewhere, DeepSpeed's engine refuses the replacement.
+    ``accelerate.accelerator`` has the function only if DeepSpeed is installed. If another version of Accelerate has the
+    function elsewhere, DeepSpeed's engine refuses the replacement.
     """
     replace = getattr(module, "map_pytorch_optim_to_deepspeed", None)
     if replace is None:
@@ -125,8 +117,12 @@ def hook_accelerate(module: ModuleType) -> None:
     module.map_pytorch_optim_to_deepspeed = map_pytorch_optim_to_deepspeed  # type: ignore[attr-defined]
 
 
-def _accepted(engine: Any, optimizer: Any) -> Any:
-    """Prepares an engine for shardopt's optimizer; raises if the config does not suit it. Returns the optimizer."""
+def _prepare_engine(engine: Any, optimizer: Any) -> Any:
+    """Checks that the config suits an optimizer of shardopt, and changes the engine for it. Returns the optimizer.
+
+    DeepSpeed's marks for its own Muon become False, its CPU Adam is not demanded, and the optimizer pauses until the
+    engine is configured. Nothing happens with other optimizers.
+    """
     if isinstance(optimizer, QuantizedState):
         raise RuntimeError(
             f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens parameters, "
@@ -136,7 +132,7 @@ def _accepted(engine: Any, optimizer: Any) -> Any:
         _check_config(engine)
         _check_offload(optimizer.param_groups)
         if isinstance(optimizer, Muon):
-            leave_gradients(engine.module)
+            clear_muon_marks(engine.module)
         if engine.zero_use_cpu_optimizer():
             engine._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
         engine._shardopt_pauses.enter_context(optimizer._internals.paused())
@@ -146,7 +142,7 @@ def _accepted(engine: Any, optimizer: Any) -> Any:
 def _refuse_replacement(optimizer: Any) -> None:
     """Raises if a framework has replaced an optimizer of shardopt, as Accelerate does under offload."""
     groups = getattr(optimizer, "param_groups", [])
-    if not isinstance(optimizer, ShardedOptimizer) and any(is_own(group) for group in groups):
+    if not isinstance(optimizer, ShardedOptimizer) and any(is_shardopt(group) for group in groups):
         raise ValueError(
             f"got {type(optimizer).__name__} with the param groups of one of shardopt's optimizers, expected "
             "shardopt's optimizer itself, which may be offloaded; set "
@@ -155,6 +151,7 @@ def _refuse_replacement(optimizer: Any) -> None:
 
 
 def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) -> None:
+    """Raises if the config's ``optimizer.params`` has an option that the optimizer does not have."""
     if "max_grad_norm" in params:
         raise ValueError(
             "optimizer.params: got max_grad_norm, expected DeepSpeed to clip; set gradient_clipping beside optimizer"
@@ -168,13 +165,6 @@ def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) 
         )
 
 
-def _version() -> str:
-    # Not deepspeed.__version__: the import of that module may still be under way.
-    from deepspeed.git_version_info import version  # type: ignore[import-untyped]
-
-    return str(version)
-
-
 def is_known(version: str) -> bool:
     """Whether a version of DeepSpeed is supported, so that its private attributes are as shardopt expects."""
     return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]
@@ -185,10 +175,8 @@ def _refuse_later(engine_class: Any, version: str) -> None:
     initialize = engine_class.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
-        config = kwargs.get("config_class")
-        named = str(getattr(config, "optimizer_name", None) or "").lower()
-        if named in TYPES or any(isinstance(value, ShardedOptimizer) for value in given):
+        name = str(getattr(kwargs.get("config_class"), "optimizer_name", None) or "").lower()
+        if name in TYPES or any(isinstance(value, ShardedOptimizer) for value in (*args, *kwargs.values())):
             known = " to before ".join(".".join(map(str, v)) for v in VERSIONS)
             raise RuntimeError(
                 f"got DeepSpeed {version}, expected {known}, whose partitions are known; install one of these versions"
@@ -199,6 +187,7 @@ def _refuse_later(engine_class: Any, version: str) -> None:
 
 
 def _check_config(engine: Any) -> None:
+    """Raises if the config asks for a part of DeepSpeed that would misread or lose shardopt's state."""
     if engine.zenflow_config() is not None:
         raise ValueError("zero_optimization.zenflow: got a setting, expected null; leave zenflow out")
     if engine.zero_optimization() and engine.zero_elastic_checkpoint():
@@ -226,8 +215,8 @@ def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
 def _warn_of_lost_updates(engine: Any) -> None:
     """Warns of bf16 masters that lose small updates, as DeepSpeed's own check is switched off for our optimizers."""
     groups = engine.basic_optimizer.param_groups
-    kept = all(group["master_weight_bits"] or group["stochastic_rounding"] for group in groups)
-    if engine.bf16_master_weights_and_gradients() and not kept and dist.get_rank() == 0:
+    keeps_updates = all(group["master_weight_bits"] or group["stochastic_rounding"] for group in groups)
+    if engine.bf16_master_weights_and_gradients() and not keeps_updates and dist.get_rank() == 0:
         warnings.warn(
             "got bf16_master_weights_and_grads without master_weight_bits: updates smaller than half of a weight's "
             "last place are lost; set master_weight_bits to 24 or 32, or stochastic_rounding, in optimizer.params",

@@ -16,38 +16,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def share_copies(wrapper: Any) -> None:
+def share_storage(wrapper: Any) -> None:
     """Makes tensors that DeepSpeed's optimizer wrapper holds twice share their storage.
 
-    Saves, in bytes per owned parameter, with masters in bf16 (in parentheses: float32):
-
-    ======================  ==============  ========================================
-    ZeRO                    on the device   in the host's memory
-    ======================  ==============  ========================================
-    1, 2                    2 (4) less
-    1, 2 with offload                       2 (4) less: staging
-    3                       2 (4) less
-    3 with offload                          2 (4) less: gradients
-    3, parameters too                       4 (8) less: gradients, masters
-    ======================  ==============  ========================================
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    Saves 2 bytes per owned parameter with masters in bf16, 4 in float32, where the masters are: on the device or in the
+    host's memory. Under ZeRO 3 that offloads the parameters, too, twice as much: gradients and masters.
     """
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":
-        _share_flat(wrapper)
+        _share_stages_1_and_2(wrapper)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        _share_partitioned(wrapper)
+        _share_stage_3(wrapper)
 
 
-def _share_flat(wrapper: Any) -> None:
+def _share_stages_1_and_2(wrapper: Any) -> None:
     """ZeRO 1 and 2: masters share storage with parameters, or under offload with the staging buffer."""
     masters = wrapper.single_partition_of_fp32_groups
     if wrapper.cpu_offload:
         staging = wrapper.param_buffer_of_bit16_for_cpu_offload_groups
         if not _frees_by_address():
-            staging[:] = [master.data if _alike(master, x) else x for master, x in zip(masters, staging, strict=True)]
+            staging[:] = [
+                master.data if _are_alike(master, x) else x for master, x in zip(masters, staging, strict=True)
+            ]
         return
     shared = False
     for index, master in enumerate(masters):
@@ -61,7 +51,7 @@ def _share_flat(wrapper: Any) -> None:
         wrapper._get_groups_without_padding = lambda groups: [group.clone() for group in without_padding(groups)]
 
 
-def _share_partitioned(wrapper: Any) -> None:
+def _share_stage_3(wrapper: Any) -> None:
     """ZeRO 3: masters share storage with parameters, and the two copies of offloaded gradients share theirs."""
     masters = wrapper.fp32_partitioned_groups_flat
     if bool(wrapper.offload_optimizer) == bool(wrapper.offload_param):
@@ -74,18 +64,19 @@ def _share_partitioned(wrapper: Any) -> None:
             numel = int(wrapper.fp16_partitioned_groups_flat_numel[index])
             gradient = wrapper.grad_partitions_flat_buffer.narrow(0, start, numel)
             start += numel
-            if master.grad is not None and _alike(master.grad, gradient):
+            if master.grad is not None and _are_alike(master.grad, gradient):
                 master.grad = gradient
 
 
 def _share(master: Tensor, partition: Tensor) -> bool:
-    alike = _alike(master, partition)
-    if alike:
-        master.data = partition.data
-    return alike
+    """Makes a master share a partition's storage if both have the same shape, dtype and device; returns whether."""
+    if not _are_alike(master, partition):
+        return False
+    master.data = partition.data
+    return True
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _are_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 

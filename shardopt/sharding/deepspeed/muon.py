@@ -16,7 +16,7 @@ from shardopt.optim.muon_groups import muon_groups
 _MARK = "use_muon"  # the attribute of parameters
 
 
-def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def muon_param_groups(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Divides a model's parameters into Muon's and the others, unless the user has made param groups.
 
     If all parameters have DeepSpeed's mark ``use_muon``, parameters with ``use_muon=False`` are not Muon's.
@@ -47,7 +47,7 @@ def divided(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple
     return [group for group in groups if group["params"]], others
 
 
-def leave_gradients(model: Module) -> None:
+def clear_muon_marks(model: Module) -> None:
     """Sets DeepSpeed's ``use_muon`` marks to False: ZeRO would itself orthogonalize marked parameters' gradients."""
     for param in model.parameters():
         if getattr(param, _MARK, False):

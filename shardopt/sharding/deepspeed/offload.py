@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.sharding.deepspeed.masters import share_copies
+from shardopt.sharding.deepspeed.masters import share_storage
 
 #: Bytes of a disk's sector: direct reads (O_DIRECT) must begin at a multiple.
 _SECTOR = 512
 
 
-def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """Has ``ZeROOptimizer._configure_master_weights`` accept bf16 masters for our optimizers, even with offload.
+def wrap_configure_master_weights(configure: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ZeROOptimizer._configure_master_weights``: accepts bf16 masters for our optimizers, even with offload.
 
     For bf16 masters with offload DeepSpeed demands its own CPU Adam, with moments in bf16. Our optimizers step bf16
     parameters anywhere, and keep the low bits of masters in their state (``master_weight_bits``).
@@ -35,15 +35,12 @@ def accepting_bf16_masters(configure: Callable[..., Any]) -> Callable[..., Any]:
     return _configure_master_weights
 
 
-def swap_what_survives(wrapper: Any) -> None:
+def keep_state_in_memory(wrapper: Any) -> None:
     """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters and sector-aligned gradients only.
 
     DeepSpeed reads state back into buffers of the masters' dtype, which corrupts quantized codes: all state stays in
     memory. DeepSpeed reads a gradient back to its offset in the sub-group's gradient. If the offset is no multiple of a
     disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay in memory, too.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
     """
     swapper = getattr(wrapper, "optimizer_swapper", None)
     if swapper is None:
@@ -69,30 +66,30 @@ def swap_what_survives(wrapper: Any) -> None:
         )
 
 
-def move_state_too(wrapper: Any) -> None:
+def hook_offload_states(wrapper: Any) -> None:
     """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
 
     ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload, masters and
-    parameters have separate memory again: :func:`share_copies` is then repeated.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine.
+    parameters have separate memory again: :func:`share_storage` is then repeated.
     """
     if not hasattr(wrapper, "reload_states"):
         return
     reload = wrapper.reload_states
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
-        reload = _move_state_of_stage3(wrapper)
+        reload = _hook_offload_states_of_stage3(wrapper)
 
     def reload_states(*args: Any, **kwargs: Any) -> None:
         reload(*args, **kwargs)
-        share_copies(wrapper)
+        share_storage(wrapper)
 
     wrapper.reload_states = reload_states
 
 
-def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
-    """Has ZeRO 3's ``offload_states`` move our state, too; returns a ``reload_states`` that moves it back."""
+def _hook_offload_states_of_stage3(wrapper: Any) -> Callable[..., None]:
+    """Replaces ZeRO 3's ``offload_states``, to move our state, too; returns a ``reload_states`` that moves it back.
+
+    DeepSpeed's own methods run while the wrapper's optimizer is a FusedAdam without state, which they demand.
+    """
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
 
@@ -101,7 +98,7 @@ def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
     stateless.state = {}
 
     @contextmanager
-    def replaced() -> Iterator[None]:
+    def fused_adam() -> Iterator[None]:
         wrapper.optimizer = stateless
         try:
             yield
@@ -112,11 +109,11 @@ def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
         if include is None or OffloadStateTypeEnum.optim_states in include:
             optimizer.offload()
             optimizer.synchronize()
-        with replaced():
+        with fused_adam():
             offload(include, *args, **kwargs)
 
     def reload_states(*args: Any, **kwargs: Any) -> None:
-        with replaced():
+        with fused_adam():
             reload(*args, **kwargs)
         optimizer.reload()
 
@@ -124,18 +121,18 @@ def _move_state_of_stage3(wrapper: Any) -> Callable[..., None]:
     return reload_states
 
 
-def loading_state_too(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Has ``DeepSpeedEngine.load_checkpoint`` load our state if masters are on NVMe, where it reads swap files only."""
+def wrap_load_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``DeepSpeedEngine.load_checkpoint``, which reads swap files only with masters on NVMe: loads our state."""
     signature = inspect.signature(load)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = load(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        wanted = given.arguments["load_optimizer_states"] and not given.arguments["load_module_only"]
-        ours = isinstance(getattr(self, "basic_optimizer", None), ShardedOptimizer)
-        if ours and wanted and loaded[0] is not None and self.zero_nvme_offload_optimizer():
-            load_dir = given.arguments["load_dir"]
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        has_state = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+        is_ours = isinstance(getattr(self, "basic_optimizer", None), ShardedOptimizer)
+        if is_ours and has_state and loaded[0] is not None and self.zero_nvme_offload_optimizer():
+            load_dir = call.arguments["load_dir"]
             _load_state(self, load_dir, os.path.relpath(os.path.dirname(loaded[0]), load_dir))
         return loaded
 
@@ -161,11 +158,7 @@ def _load_state(engine: Any, load_dir: str, tag: str) -> None:
 
 @contextmanager
 def masters_in_memory(wrapper: Any) -> Iterator[None]:
-    """Context in which masters that ZeRO 3 keeps on NVMe are in the host's memory; on exit, they are written back.
-
-    Args:
-        wrapper: the ``optimizer`` of a DeepSpeedEngine, of any stage, with any offload.
-    """
+    """Context in which masters that ZeRO 3 keeps on NVMe are in the host's memory; on exit, they are written back."""
     swapped: list[int] = []
     if getattr(wrapper, "swap_optimizer", False):
         sub_groups = range(len(wrapper.fp32_partitioned_groups_flat))

@@ -23,10 +23,7 @@ _Names = Mapping[int, tuple[int, str]]
 
 
 def assign_partitions(engine: Any) -> None:
-    """Assigns shards to the flat tensors that DeepSpeed's optimizer steps.
-
-    Args:
-        engine: a DeepSpeedEngine whose optimizer is configured.
+    """Assigns shards to the flat tensors that the optimizer of a configured DeepSpeedEngine steps.
 
     Raises:
         RuntimeError: DeepSpeed's optimizer wrapper or its partitioning is unsupported, or the wrapper steps the param
@@ -37,29 +34,29 @@ def assign_partitions(engine: Any) -> None:
     named = enumerate(parameter_names(engine.module).items())
     names = {id(param): (number, name) for number, (name, param) in named}
     kind = type(wrapper).__name__
-    if kind == "DeepSpeedZeroOptimizer":
+    if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
         _demand_one_step(engine, "param groups", wrapper.single_partition_of_fp32_groups)
         for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
             params = wrapper.round_robin_bit16_groups[index]
             offsets = wrapper.round_robin_bit16_offsets[index]
             group = wrapper.real_dp_process_group[index]
-            assign(flat, _one_range(params, offsets, int(wrapper.partition_size[index]), group, names))
+            assign(flat, _buffer_of_one_range(params, offsets, int(wrapper.partition_size[index]), group, names))
     elif kind == "BF16_Optimizer":
         for index, flat in enumerate(wrapper.fp32_groups_flat_partition):
             params = wrapper.bf16_groups[index]
             group = wrapper.real_dp_process_group[index]
-            assign(flat, _one_range(params, _starts(p.numel() for p in params), flat.numel(), group, names))
+            assign(flat, _buffer_of_one_range(params, _offsets(p.numel() for p in params), flat.numel(), group, names))
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
         _demand_one_step(engine, "sub-groups of sub_group_size elements or less", wrapper.fp32_partitioned_groups_flat)
         for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
             group = wrapper.sub_group_process_groups[index]
-            assign(flat, _range_each(wrapper.fp16_groups[index], group, names))
-    elif kind == "FP16_UnfusedOptimizer":
+            assign(flat, _buffer_of_ranges(wrapper.fp16_groups[index], group, names))
+    elif kind == "FP16_UnfusedOptimizer":  # ZeRO 0: masters have the parameters' shapes
         for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
                 if keeps_float32_state(param):
                     keep_float32_state(master)
-    elif wrapper is not engine.basic_optimizer:
+    elif wrapper is not engine.basic_optimizer:  # ZeRO 0 in float32 has no wrapper
         raise RuntimeError(
             f"got DeepSpeed's {kind}, expected ZeRO 0 to 3 without MiCS, SuperOffload or ZenFlow; switch these off in "
             "the config"
@@ -69,7 +66,7 @@ def assign_partitions(engine: Any) -> None:
 def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
     """Raises if DeepSpeed steps ``flats`` one after another, but the optimizer needs sums over all parameters."""
     optimizer = engine.basic_optimizer
-    if len(flats) > 1 and any(optimizer.rule(group).totals for group in optimizer.param_groups):
+    if len(flats) > 1 and any(optimizer.rule(group).has_totals for group in optimizer.param_groups):
         raise RuntimeError(
             f"got {type(optimizer).__name__} with {len(flats)} {parts}, which ZeRO steps one after another, expected a "
             "single one, as the step needs sums over all parameters; give all parameters the same options in one param "
@@ -77,29 +74,26 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
         )
 
 
-def _one_range(params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names) -> FlatBuffer:
+def _buffer_of_one_range(
+    params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names
+) -> FlatBuffer:
     """The layout of a partition that is one range of all parameters flattened in a row (ZeRO 1 and 2, BF16_Optimizer).
 
-    Args:
-        params: the model's parameters.
-        offsets: the parameters' offsets in the flattened whole.
-        size: elements per rank.
-        group: the process group among whose ranks the whole is cut.
-        names: index in the model and name of each parameter.
+    ``offsets`` are the parameters' in the flattened whole, which is cut into ``size`` elements per rank of the group.
     """
     segments = []
     for param, first in zip(params, offsets, strict=True):
         shard = _shard(param, tuple(param.shape), first, size, group)
         number, name = names[id(param)]
-        segments.append(Segment(name, number, shard, shard.place))
+        segments.append(Segment(name, number, shard, shard.buffer_offset))
     return FlatBuffer(size, segments)
 
 
-def _range_each(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
+def _buffer_of_ranges(params: Sequence[Any], group: Any, names: _Names) -> FlatBuffer:
     """The layout of a partition that concatenates this rank's range of each parameter (ZeRO 3)."""
     segments = []
     sizes = [int(param.partition_numel()) for param in params]
-    for param, size, offset in zip(params, sizes, _starts(sizes), strict=True):
+    for param, size, offset in zip(params, sizes, _offsets(sizes), strict=True):
         number, name = names[id(param)]
         segments.append(Segment(name, number, _shard(param, tuple(param.ds_shape), 0, size, group), offset))
     return FlatBuffer(sum(sizes), segments)
@@ -117,7 +111,8 @@ def _shard(param: Tensor, shape: tuple[int, ...], first: int, size: int, group: 
     return shard.with_float32_state() if keeps_float32_state(param) else shard
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """The offset of each tensor in the concatenation of tensors of these sizes."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
@@ -140,4 +135,5 @@ def unnamed_experts(model: Any) -> list[Tensor]:
 
 
 def _is_moe_layer(layer: Any) -> bool:
+    """Whether a module is DeepSpeed's ``MoE``, whose experts are modules; AutoEP's layers have stacked weights."""
     return hasattr(getattr(getattr(layer, "deepspeed_moe", None), "experts", None), "deepspeed_experts")

@@ -17,7 +17,7 @@ from shardopt.layout import FlatShard, RankGroup
 from shardopt.layout.partition import UNCUT, Part
 from shardopt.state.rule import Orthogonalized, Split
 from shardopt.state.slice_spec import SliceSpec
-from shardopt.step.inputs import Input
+from shardopt.step.inputs import StepParameter
 
 BYTES = 2  # per element of a direction: bfloat16
 ROW_BYTES = 4  # per row, for its second moment: float32
@@ -34,40 +34,35 @@ class Matrix:
 
     Attributes:
         parameter: the optimizer's parameter.
-        part: index of the parameter's slice.
+        slice_index: index of the parameter's slice.
         options: how the matrix is orthogonalized.
         rows: the matrix's rows.
         cols: the matrix's columns.
-        start: index of the matrix's first element in the flattened parameter of the model.
-        first: index in the local tensor of the matrix's first element on this rank.
+        global_begin: index of the matrix's first element in the flattened parameter of the model.
+        local_begin: index in the local tensor of the matrix's first element on this rank.
         ranks: the ranks that hold parts of the matrix, or share its copies; None for a matrix of this rank alone.
-        held_by: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its
-            memory, with the parameter's rows counted from the matrix's first.
-        row_ranges: by rank, the rows ``[first, end)`` whose second moments are sent with the rank's part.
+        parts: by rank, the rectangles of the matrix that the rank holds, in the order of their elements in its memory,
+            with the parameter's rows counted from the matrix's first.
+        sent_rows: by rank, how many rows' second moments are sent with its part: all rows', or none.
         owner: the rank that orthogonalizes the matrix, once :func:`waves_of` has chosen it.
     """
 
-    parameter: Input
-    part: int
+    parameter: StepParameter
+    slice_index: int
     options: Orthogonalized
     rows: int
     cols: int
-    start: int
-    first: int
+    global_begin: int
+    local_begin: int
     ranks: RankGroup | None
-    held_by: tuple[list[Part], ...]
-    row_ranges: tuple[tuple[int, int], ...]
+    parts: tuple[list[Part], ...]
+    sent_rows: tuple[int, ...]
     owner: int = 0
 
     @property
     def spec(self) -> SliceSpec:
         """The slice of a model parameter that the matrix is in."""
-        return self.parameter.slices[self.part]
-
-    @property
-    def is_normalized(self) -> bool:
-        """Whether the rows of the result are divided by the roots of their second moments."""
-        return self.options.row_decay is not None
+        return self.parameter.slices[self.slice_index]
 
     @property
     def number(self) -> int:
@@ -85,120 +80,87 @@ class Matrix:
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
-    def is_copied(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether each rank holds the whole matrix."""
-        return all(held == self.held_by[0] for held in self.held_by)
+        return all(of_rank == self.parts[0] for of_rank in self.parts)
 
-    def held(self, rank: int) -> int:
+    def local_numel(self, rank: int) -> int:
         """How many elements of the matrix a rank holds."""
-        return sum(math.prod(extents) for _, extents in self.held_by[rank])
+        return sum(math.prod(extents) for _, extents in self.parts[rank])
 
-    def rectangle(self, whole: Tensor, part: Part) -> Tensor:
-        """View of a rectangle, from :attr:`held_by`, in ``whole``, which has the matrix's elements as a 1-D tensor."""
+    def view_of_part(self, whole: Tensor, part: Part) -> Tensor:
+        """View of a rectangle, one of :attr:`parts`, in ``whole``, which has the matrix's elements as a 1-D tensor."""
         inside = tuple(slice(start, start + extent) for start, extent in zip(*part, strict=True))
         return whole.view(-1, *self.spec.shard.global_shape[1:])[inside]
 
-    def space(self, rank: int) -> int:
+    def message_numel(self, rank: int) -> int:
         """Elements in a buffer for a rank's part of the direction and, behind it, second moments of rows; padded."""
-        first, end = self.row_ranges[rank]
-        return padded(self.held(rank)) + padded((end - first) * ROW_BYTES // BYTES)
+        return padded(self.local_numel(rank)) + padded(self.sent_rows[rank] * ROW_BYTES // BYTES)
 
-    def row_moments(self, memory: Tensor, at: int, rank: int) -> Tensor:
-        """View, in float32, of the second moments of rows in a buffer in which a rank's part begins at ``at``."""
-        begin, (first, end) = at + padded(self.held(rank)), self.row_ranges[rank]
-        return memory[begin : begin + (end - first) * ROW_BYTES // BYTES].view(torch.float32)
+    def row_moments(self, buffer: Tensor, begin: int, rank: int) -> Tensor:
+        """View, in float32, of the second moments of rows in a buffer in which a rank's part begins at ``begin``."""
+        begin += padded(self.local_numel(rank))
+        return buffer[begin : begin + self.sent_rows[rank] * ROW_BYTES // BYTES].view(torch.float32)
 
-    def kept_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
-        """The rows of the matrix whose second moments this rank keeps, and a view of them in the local state entry."""
+    def stored_row_moments(self, entry: Tensor) -> tuple[slice, Tensor]:
+        """The rows of the matrix whose second moments this rank stores, and a view of them in the local state entry."""
         grid, shard = self.spec.row_grid, self.spec.shard
         assert grid is not None
-        row = self.start // self.cols  # index of the matrix's first row among the rows of all matrices of the parameter
+        first_row = self.global_begin // self.cols  # among the rows of all matrices of the parameter
         if isinstance(shard, FlatShard):
-            (first, end), per_row, col = shard.blocks(grid), 1, 0
+            (first, end), per_row, col = shard.block_range(grid), 1, 0
         else:  # the entry's rows have a number each; or one per row of a matrix, in a stack of matrices
             (first, end), (col, _) = shard.scales(grid).indices
             per_row = grid.blocks_per_row
-        begin, stop = max(first, row // per_row), min(end, (row + self.rows) // per_row)
-        kept = entry[begin - first : max(stop, begin) - first].view(-1)
-        start = begin * per_row + col - row
-        return slice(start, start + len(kept)), kept
-
-    @property
-    def flops(self) -> int:
-        """Multiplications of the orthogonalization."""
-        return self.options.newton_schulz.flops(self.rows, self.cols)
+        begin, stop = max(first, first_row // per_row), min(end, (first_row + self.rows) // per_row)
+        stored = entry[begin - first : max(stop, begin) - first].view(-1)
+        start = begin * per_row + col - first_row
+        return slice(start, start + len(stored)), stored
 
     def workspace(self, device_type: str) -> int:
         """Bytes that the orthogonalization takes on the owner, on a device of this type."""
         return BYTES * self.numel + self.options.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
-def matrices_of(parameter: Input, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
+def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
     """Generates the matrices of one of the optimizer's parameters, in order, even if this rank holds no part of them.
-
-    Args:
-        parameter: the parameter's description.
-        orthogonalized: how the parameter is split into matrices and orthogonalized.
 
     Raises:
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
         RuntimeError: the parameter is sharded in a way that is not known here.
     """
-    for place, part in enumerate(parameter.slices):
-        shard, first = part.shard, part.offset
-        name = parameter.name if part.name is None else f"{part.name} in {parameter.name}"
-        ranks = shard.divided_among()
+    for index, spec in enumerate(parameter.slices):
+        shard, local_begin = spec.shard, spec.offset
+        name = parameter.name if spec.name is None else f"{spec.name} in {parameter.name}"
+        ranks = shard.make_part_group()
         if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
             continue
-        shapes = matrix_shapes(name, shard.global_shape, orthogonalized.split)
         if ranks is not None:
-            parts = shard.parts_of(ranks)
+            parameter_parts = shard.parts_by_rank(ranks)
         else:
-            ranks = parameter.copies
-            parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.numbers))
-        for start, rows, cols in shapes:
-            first_row, end_row = start // shard.row_numel, (start + rows * cols) // shard.row_numel
-            held_by = tuple(_within(held, first_row, end_row) for held in parts)
-            of_rows = ((0, 0),) * len(parts)
-            if orthogonalized.row_decay is not None:
-                both = zip(parts, held_by, strict=True)
-                of_rows = tuple(_rows_of(held, of_matrix, part, rows, cols) for held, of_matrix in both)
-            matrix = Matrix(parameter, place, orthogonalized, rows, cols, start, first, ranks, held_by, of_rows)
+            ranks = parameter.replica_ranks
+            parameter_parts = [UNCUT.parts(shard.global_shape, 0)] * (1 if ranks is None else len(ranks.global_ranks))
+        for begin, rows, cols in matrix_shapes(name, shard.global_shape, orthogonalized.split):
+            first_row, end_row = begin // shard.row_numel, (begin + rows * cols) // shard.row_numel
+            parts = tuple(_within(of_rank, first_row, end_row) for of_rank in parameter_parts)
+            # Of a column shard, also ranks that have no column store second moments of rows.
+            stores_rows = [bool(part) or not of_rank for part, of_rank in zip(parts, parameter_parts, strict=True)]
+            sends_rows = orthogonalized.row_decay is not None
+            sent_rows = tuple(rows if stores and sends_rows else 0 for stores in stores_rows)
+            shape = rows, cols, begin, local_begin
+            matrix = Matrix(parameter, index, orthogonalized, *shape, ranks, parts, sent_rows)
             yield matrix
-            first += matrix.held(matrix.rank)
+            local_begin += matrix.local_numel(matrix.rank)
 
 
-def _within(held: Sequence[Part], first: int, end: int) -> list[Part]:
+def _within(parts: Sequence[Part], first: int, end: int) -> list[Part]:
     """Intersects rectangles with the rows ``[first, end)`` of the parameter; the results count rows from ``first``."""
     found = []
-    for (low, *starts), (rows, *extents) in held:
+    for (low, *starts), (rows, *extents) in parts:
         begin, stop = max(low, first), min(low + rows, end)
         if begin < stop:
             found.append(((begin - first, *starts), (stop - begin, *extents)))
     return found
-
-
-def _rows_of(held: Sequence[Part], of_matrix: Sequence[Part], spec: SliceSpec, rows: int, cols: int) -> tuple[int, int]:
-    """A range ``[first, end)`` of a matrix's rows that has all rows whose second moments a rank keeps.
-
-    Args:
-        held: the rectangles of the parameter that the rank holds.
-        of_matrix: the rectangles of the matrix that the rank holds.
-        spec: the slice of the parameter.
-        rows: the number of the matrix's rows.
-        cols: the number of the matrix's columns.
-    """
-    grid, shard, shape = spec.row_grid, spec.shard, spec.shard.global_shape
-    assert grid is not None
-    if not held and not isinstance(shard, FlatShard) and shard.row_owners is not None:
-        return 0, rows  # an empty column shard keeps second moments of its rows, which may be any rows
-    if not of_matrix:
-        return 0, 0
-    if grid.blocks_per_row > 1 and shard.block_owners(grid) is not None:
-        return 0, rows  # in a stack of matrices, a rank also keeps second moments of rows that other ranks hold
-    first = np.ravel_multi_index(of_matrix[0][0], shape)
-    last = np.ravel_multi_index([start + n - 1 for start, n in zip(*of_matrix[-1], strict=True)], shape)
-    return int(first // cols), int(last // cols) + 1
 
 
 def matrix_shapes(name: str, shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
@@ -245,17 +207,17 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         by_number: whether to spread owners by the parameters' numbers in the model, for steps of a single parameter,
             instead of by index in ``matrices``. Numbers differ on ranks that leave out parameters of other ranks.
     """
-    alike: dict[Any, list[Matrix]] = {}
+    by_ranks: dict[Any, list[Matrix]] = {}
     for matrix in matrices:
-        alike.setdefault((matrix.ranks, matrix.is_copied), []).append(matrix)
+        by_ranks.setdefault((matrix.ranks, matrix.is_replicated), []).append(matrix)
     waves: list[Wave] = []
-    for some in alike.values():
-        limit = (memory - max(matrix.workspace(device_type) for matrix in some)) // LIVE_WAVES
+    for of_ranks in by_ranks.values():
+        limit = (memory - max(matrix.workspace(device_type) for matrix in of_ranks)) // LIVE_WAVES
         slices: dict[tuple[int, int], list[Matrix]] = {}  # a slice is in one wave, as its blocks are coded together
-        for matrix in _owned(some, by_number):
-            slices.setdefault((matrix.parameter.index, matrix.part), []).append(matrix)
+        for matrix in _assign_owners(of_ranks, by_number):
+            slices.setdefault((matrix.parameter.index, matrix.slice_index), []).append(matrix)
         in_waves: list[list[Matrix]] = [[]]
-        taken = np.zeros(len(some[0].held_by), np.int64)
+        taken = np.zeros(len(of_ranks[0].parts), np.int64)  # bytes that the last wave takes on each rank
         for of_slice in slices.values():
             more = sum(map(_memory, of_slice))
             if in_waves[-1] and (taken + more).max() > limit:
@@ -267,22 +229,24 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
     return waves
 
 
-def _owned(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
+def _assign_owners(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matrix]:
     """Assigns each of the matrices of the same ranks to a least loaded rank; yields them, the costliest first."""
-    ranks = len(matrices[0].held_by)
+    ranks = len(matrices[0].parts)
     loads = [0] * ranks
-    for index, matrix in sorted(enumerate(matrices), key=lambda numbered: -numbered[1].flops):
+    flops = [matrix.options.newton_schulz.flops(matrix.rows, matrix.cols) for matrix in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: -flops[index]):
+        matrix = matrices[index]
         # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
         first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
         owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
-        loads[owner] += matrix.flops
+        loads[owner] += flops[index]
         yield replace(matrix, owner=owner)
 
 
 def _memory(matrix: Matrix) -> npt.NDArray[np.int64]:
     """Bytes that a matrix's directions take on each rank: the rank's part, and on the owner also the whole matrix."""
-    taken = np.array([BYTES * matrix.space(rank) for rank in range(len(matrix.held_by))])
-    if not matrix.is_copied:
+    taken = np.array([BYTES * matrix.message_numel(rank) for rank in range(len(matrix.parts))])
+    if not matrix.is_replicated:
         taken[matrix.owner] += taken.sum()
     return taken
 

@@ -19,11 +19,11 @@ from shardopt import _C
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.transfers_cuda import CudaTransfers
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
-from shardopt.step.batch import Alike, run_phases
+from shardopt.step.batch import BatchKey, run_phases
 from shardopt.step.context import StepContext
 from shardopt.step.cut_blocks import CutBlocks
 from shardopt.step.groups import Group, GroupTables
-from shardopt.step.inputs import Input
+from shardopt.step.inputs import StepParameter
 from shardopt.step.muon.matrices import Matrix, Wave, matrices_of, waves_of
 from shardopt.step.muon.passes import Operands, Passes
 from shardopt.step.rows import ROW
@@ -32,20 +32,16 @@ _NONE = torch.empty(0, device="cpu")
 _TINY = 1e-10  # added to divisors, as in NorMuon's reference code, so that zeros stay zeros
 
 
-def wave_steps(
-    inputs: Sequence[Input], groups: Sequence[Group], context: StepContext, *, by_number: bool
+def make_waves(
+    parameters: Sequence[StepParameter], groups: Sequence[Group], context: StepContext, *, by_number: bool
 ) -> dict[torch.device, list[WaveStep]]:
-    """Divides the matrices of a step into waves, by device, and sets ``begins`` of the inputs, which splits table rows.
+    """Divides the matrices of a step into waves, by device. Sets ``matrix_begins`` of the parameters.
 
-    Args:
-        inputs: the descriptions of all parameters of the step.
-        groups: the options of each param group.
-        context: the optimizer.
-        by_number: whether the choice of the matrices' owners depends on the parameters' numbers; see :func:`waves_of`.
+    ``by_number`` says how the owners of matrices are chosen; see :func:`waves_of`.
     """
     by_device: dict[torch.device, list[Matrix]] = {}
     memory = []
-    for parameter in inputs:
+    for parameter in parameters:
         orthogonalized = groups[parameter.group].rule.orthogonalized
         if orthogonalized is not None and parameter.spec is not None:
             by_device.setdefault(parameter.device, []).extend(matrices_of(parameter, orthogonalized))
@@ -53,7 +49,8 @@ def wave_steps(
     waves: dict[torch.device, list[WaveStep]] = {}
     for device, matrices in by_device.items():
         for matrix in matrices:
-            matrix.parameter.begins.setdefault(matrix.part, []).append(matrix.first - matrix.spec.offset)
+            begins = matrix.parameter.matrix_begins.setdefault(matrix.slice_index, [])
+            begins.append(matrix.local_begin - matrix.spec.offset)
         divided = waves_of(matrices, min(memory), device.type, by_number=by_number)
         waves[device] = [WaveStep(wave, device, context) for wave in divided]
     return waves
@@ -71,58 +68,61 @@ class WaveStep:
         context: the optimizer.
 
     Attributes:
-        tensors: the indices of the parameters.
+        parameters: the indices of the parameters.
         cuts: the all-reduces of blocks of the momentum that ranks share.
         ranks: the ranks that share the matrices; None for matrices of this rank alone.
         passes: the kernels' passes over the parameters that have a gradient, per key of a batch.
     """
 
     def __init__(self, wave: Wave, device: torch.device, context: StepContext) -> None:
-        self._wave, self._device, self._context, first = wave, device, context, wave[0]
-        self.ranks, self._has_parts = first.ranks, not first.is_copied
-        self.tensors = {matrix.parameter.index for matrix in wave}
-        self.cuts = CutBlocks({(m.parameter.index, m.part): m.spec for m in wave}.values(), device)
+        self._wave, self._device, self._context = wave, device, context
+        self.ranks, self._is_sharded = wave[0].ranks, not wave[0].is_replicated
+        self.parameters = {matrix.parameter.index for matrix in wave}
+        self.cuts = CutBlocks({(m.parameter.index, m.slice_index): m.spec for m in wave}.values(), device)
         self.passes: list[Passes] = []
-        self._rows, self._places = np.zeros(0, ROW), np.zeros(0, np.int64)  # table rows; per row, its matrix's index
+        self._rows, self._matrix_of_row = np.zeros(0, ROW), np.zeros(0, np.int64)  # see take_rows
         self._with_gradient: frozenset[int] = frozenset()
         # Index of each matrix's direction in this rank's buffer, and the number of elements of the buffer.
-        *self._first, self._numel = accumulate((matrix.space(matrix.rank) for matrix in wave), initial=0)
-        self._sent = [0] * len(first.held_by)  # per owner, the number of elements that this rank sends
+        *self._begins, self._numel = accumulate((matrix.message_numel(matrix.rank) for matrix in wave), initial=0)
+        self._sent = [0] * len(wave[0].parts)  # per owner, the number of elements that this rank sends
         for matrix in wave:
-            self._sent[matrix.owner] += matrix.space(matrix.rank)
+            self._sent[matrix.owner] += matrix.message_numel(matrix.rank)
         # The matrices that this rank owns, each with the index of every rank's part in the gathered elements.
         self._owned: list[tuple[Matrix, list[int]]] = [(m, []) for m in wave if m.owner == m.rank]
         self._received = [0] * len(self._sent)  # per rank, the number of elements that this rank gathers
-        at = 0
+        gathered = 0
         for rank in range(len(self._sent)):
             for matrix, begins in self._owned:
-                begins.append(at)
-                at += matrix.space(rank)
-                self._received[rank] += matrix.space(rank)
-        self._held = self._there = self._gathered = _NONE  # `_there`: where collectives can read
-        self._waits: list[Callable[[], object]] = []
+                begins.append(gathered)
+                gathered += matrix.message_numel(rank)
+                self._received[rank] += matrix.message_numel(rank)
+        # Buffers: directions of this rank's parts, for kernels and for collectives; parts of matrices that it owns.
+        self._directions = self._message = self._gathered = _NONE
+        self._waits: list[Callable[[], object]] = []  # for the collectives that are in flight
         self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
         self._found_inf: Tensor | None = None
         self._transfers: CudaTransfers | None = None  # copies offloaded second moments of rows
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
-        """Copies the wave's rows from the table of all rows, and notes the matrix of each row."""
-        tensors, elements = table["tensor"], table["element"]
-        places = np.full(len(table), -1)
-        for place, matrix in enumerate(self._wave):
-            end = matrix.first + matrix.held(matrix.rank)
-            places[(tensors == matrix.parameter.index) & (elements >= matrix.first) & (elements < end)] = place
-        self._rows, self._places = table[places >= 0], places[places >= 0]
+        """Copies the wave's rows from the table of all rows, and notes the index in the wave of each row's matrix."""
+        parameters, elements = table["parameter"], table["element"]
+        matrix_of_row = np.full(len(table), -1)
+        for index, matrix in enumerate(self._wave):
+            begin, end = matrix.local_begin, matrix.local_begin + matrix.local_numel(matrix.rank)
+            is_in_matrix = (parameters == matrix.parameter.index) & (elements >= begin) & (elements < end)
+            matrix_of_row[is_in_matrix] = index
+        self._rows, self._matrix_of_row = table[matrix_of_row >= 0], matrix_of_row[matrix_of_row >= 0]
 
-    def select(self, stepped: Mapping[Alike, Sequence[Input]]) -> None:
+    def select(self, stepped: Mapping[BatchKey, Sequence[StepParameter]]) -> None:
         """Makes the kernels' passes over the rows of the parameters that have a gradient."""
-        self._with_gradient = frozenset(parameter.index for alike in stepped.values() for parameter in alike)
+        self._with_gradient = frozenset(parameter.index for of_key in stepped.values() for parameter in of_key)
         self.passes = []
-        for key, alike in stepped.items():
-            chosen = np.isin(self._rows["tensor"], [parameter.index for parameter in alike])
+        for key, of_key in stepped.items():
+            chosen = np.isin(self._rows["parameter"], [parameter.index for parameter in of_key])
             if chosen.any():
-                rows, places = self._rows[chosen], self._places[chosen]
-                self.passes.append(Passes(self._wave, self._first, self._device, key, rows, places, self._context))
+                rows, matrix_of_row = self._rows[chosen], self._matrix_of_row[chosen]
+                passes = Passes(self._wave, self._begins, self._device, key, rows, matrix_of_row, self._context)
+                self.passes.append(passes)
 
     @property
     def communicates(self) -> bool:
@@ -139,17 +139,13 @@ class WaveStep:
     ) -> None:
         """Prepares a step: takes the gradients' addresses, the options, and the second moments of rows in the state.
 
-        Args:
-            watched: fills in the gradients' addresses.
-            groups: the tables of options.
-            scaling: the loss scale.
-            operands: returns this rank's shards of a parameter and its gradient, by the parameter's index.
-            states: returns the state of each slice of a parameter, by the parameter's index.
+        By a parameter's index, ``operands`` returns this rank's shards of the parameter and its gradient, and
+        ``states`` the state of each slice.
         """
         self._row_moments = {
-            (m.parameter.index, m.part): states(m.parameter.index)[m.part][ROW_MOMENTS]
+            (m.parameter.index, m.slice_index): states(m.parameter.index)[m.slice_index][ROW_MOMENTS]
             for m in self._wave
-            if m.is_normalized and m.parameter.index in self._with_gradient
+            if m.options.row_decay is not None and m.parameter.index in self._with_gradient
         }
         is_offloaded = any(moments.device != self._device for moments in self._row_moments.values())
         residency = self._context.residency
@@ -160,52 +156,52 @@ class WaveStep:
 
     def begin(self) -> None:
         """Runs the kernels that update the momentum and write directions, and starts the all-to-all to the owners."""
-        self._held = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
-        for in_memory, kept in self._kept_row_moments(self._held):
-            in_memory.copy_(kept, non_blocking=True)
-        run_phases([passes.momentum_into(self._held) for passes in self.passes], self.cuts)
-        self._there = self._held if self.ranks is None else self.ranks.within_reach(self._held)
-        if self.ranks is not None and self._has_parts:
-            self._gathered = self._there.new_empty(sum(self._received))
-            self._waits = [self.ranks.all_to_all(self._gathered, self._there, self._received, self._sent)]
+        self._directions = torch.zeros(self._numel, dtype=torch.bfloat16, device=self._device)
+        for in_buffer, stored in self._stored_row_moments(self._directions):
+            in_buffer.copy_(stored, non_blocking=True)
+        run_phases([passes.momentum_into(self._directions) for passes in self.passes], self.cuts)
+        self._message = self._directions if self.ranks is None else self.ranks.to_group_device(self._directions)
+        if self.ranks is not None and self._is_sharded:
+            self._gathered = self._message.new_empty(sum(self._received))
+            self._waits = [self.ranks.all_to_all(self._gathered, self._message, self._received, self._sent)]
 
     def orthogonalize(self) -> None:
         """Waits for the parts of this rank's matrices, orthogonalizes them, and starts to send the results back."""
-        if self.ranks is not None and self._has_parts:
+        if self.ranks is not None and self._is_sharded:
             self._wait()
             for matrix, begins in self._owned:
                 self._orthogonalize_parts(matrix, begins)
-            self._waits = [self.ranks.all_to_all(self._there, self._gathered, self._sent, self._received)]
+            self._waits = [self.ranks.all_to_all(self._message, self._gathered, self._sent, self._received)]
             return
-        for m, first in zip(self._wave, self._first, strict=True):
+        for m, begin in zip(self._wave, self._begins, strict=True):
             if m.owner == m.rank and (self.ranks is not None or m.parameter.index in self._with_gradient):
-                row_moments = m.row_moments(self._there, first, m.rank)
-                _orthogonalize(m, self._there[first : first + m.numel], row_moments)
-        for owner, chunk in enumerate(torch.split(self._there, self._sent)):
+                row_moments = m.row_moments(self._message, begin, m.rank)
+                _orthogonalize(m, self._message[begin : begin + m.numel], row_moments)
+        for owner, chunk in enumerate(torch.split(self._message, self._sent)):
             if self.ranks is not None and chunk.numel():
                 self._waits.append(self.ranks.broadcast(chunk, owner))
 
     def _orthogonalize_parts(self, matrix: Matrix, begins: list[int]) -> None:
         """Copies parts, gathered at index ``begins[rank]``, into a matrix, orthogonalizes it, and copies it back."""
         whole = self._gathered.new_empty(matrix.numel)
-        row_moments = whole.new_zeros(matrix.rows if matrix.is_normalized else 0, dtype=torch.float32)
-        parts, moments = [], []  # of each rank: elements, and second moments of rows, in the whole matrix and gathered
-        for rank, begin in enumerate(begins):
-            of_rows = row_moments[slice(*matrix.row_ranges[rank])]
-            moments.append((of_rows, matrix.row_moments(self._gathered, begin, rank)))
-            for part in matrix.held_by[rank]:
-                in_whole = matrix.rectangle(whole, part)
-                parts.append((in_whole, self._gathered[begin : begin + in_whole.numel()].view(in_whole.shape)))
+        row_moments = whole.new_zeros(matrix.rows, dtype=torch.float32)
+        pairs = []  # of views of each part: in the whole matrix, and gathered
+        senders = [rank for rank, sent_rows in enumerate(matrix.sent_rows) if sent_rows]
+        gathered_moments = [matrix.row_moments(self._gathered, begins[rank], rank) for rank in senders]
+        for begin, parts in zip(begins, matrix.parts, strict=True):
+            for part in parts:
+                in_whole = matrix.view_of_part(whole, part)
+                pairs.append((in_whole, self._gathered[begin : begin + in_whole.numel()].view(in_whole.shape)))
                 begin += in_whole.numel()
-        for in_whole, elements in parts:
-            in_whole.copy_(elements)
-        for of_rows, gathered in moments:
-            torch.maximum(of_rows, gathered, out=of_rows)  # a rank that has never stepped its part of a row has zeros
+        for in_whole, gathered in pairs:
+            in_whole.copy_(gathered)
+        for moments in gathered_moments:  # zeros, of rows that a rank does not store or has never stepped
+            torch.maximum(row_moments, moments, out=row_moments)
         _orthogonalize(matrix, whole, row_moments)
-        for in_whole, elements in parts:
-            elements.copy_(in_whole)
-        for of_rows, gathered in moments:
-            gathered.copy_(of_rows)
+        for in_whole, gathered in pairs:
+            gathered.copy_(in_whole)
+        for moments in gathered_moments:
+            moments.copy_(row_moments)
 
     def apply(self) -> None:
         """Waits for the orthogonalized directions, updates weights by them, and stores the second moments of rows.
@@ -214,29 +210,28 @@ class WaveStep:
         memory.
         """
         self._wait()
-        directions = self._held
-        if self._there is not directions:
-            directions.copy_(self._there)
-        self._held = self._there = self._gathered = _NONE  # a view would keep the memory
+        directions = self._directions
+        if self._message is not directions:
+            directions.copy_(self._message)
+        self._directions = self._message = self._gathered = _NONE  # a view would keep the memory
         for passes in self.passes:
             passes.apply(directions)
-        for in_memory, kept in self._kept_row_moments(directions):
+        for in_buffer, stored in self._stored_row_moments(directions):
             if self._found_inf is not None:
-                before = kept.to(in_memory.device, non_blocking=True)
-                in_memory = torch.where(self._found_inf.to(in_memory.device) > 0, before, in_memory)
-            kept.copy_(in_memory, non_blocking=True)
+                before = stored.to(in_buffer.device, non_blocking=True)
+                in_buffer = torch.where(self._found_inf.to(in_buffer.device) > 0, before, in_buffer)
+            stored.copy_(in_buffer, non_blocking=True)
         if self._transfers is not None:
-            self._transfers.follow()
+            self._transfers.wait_for_current_stream()
         self._row_moments, self._found_inf, self._transfers = {}, None, None
 
-    def _kept_row_moments(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of views of the second moments of rows that this rank keeps: behind a direction, and in the state."""
-        for matrix, first in zip(self._wave, self._first, strict=True):
-            entry = self._row_moments.get((matrix.parameter.index, matrix.part))
+    def _stored_row_moments(self, directions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of views of the second moments of rows that this rank stores: behind a direction, and in the state."""
+        for matrix, begin in zip(self._wave, self._begins, strict=True):
+            entry = self._row_moments.get((matrix.parameter.index, matrix.slice_index))
             if entry is not None:
-                rows, kept = matrix.kept_row_moments(entry)
-                begin = matrix.row_ranges[matrix.rank][0]
-                yield matrix.row_moments(memory, first, matrix.rank)[rows.start - begin : rows.stop - begin], kept
+                rows, stored = matrix.stored_row_moments(entry)
+                yield matrix.row_moments(directions, begin, matrix.rank)[rows], stored
 
     def _wait(self) -> None:
         for wait in self._waits:
@@ -282,11 +277,11 @@ def run_waves(waves: Sequence[WaveStep]) -> None:
     ranks of another set wait, to begin their wave.
     """
     for _, of_ranks in groupby(waves, key=lambda wave: wave.ranks):
-        alike = list(of_ranks)
-        for number in range(len(alike) + 2):
-            if number < len(alike):
-                alike[number].begin()
-            if 1 <= number <= len(alike):
-                alike[number - 1].orthogonalize()
-            if number >= 2:
-                alike[number - 2].apply()
+        pipeline = list(of_ranks)
+        for index in range(len(pipeline) + 2):
+            if index < len(pipeline):
+                pipeline[index].begin()
+            if 1 <= index <= len(pipeline):
+                pipeline[index - 1].orthogonalize()
+            if index >= 2:
+                pipeline[index - 2].apply()

@@ -140,7 +140,7 @@ class Run:
         with patch.object(Stepper, "_make_tables", autospec=True, side_effect=Stepper._make_tables) as made:
             self._step_in(place)
             self.from_cache += not made.called
-        self.anew._internals.forget_tables()
+        self.anew._internals.invalidate_steps()
         self.anew.step()
         assert_same(everything(self.cached), everything(self.anew))
 

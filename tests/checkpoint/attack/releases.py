@@ -99,7 +99,8 @@ class Run:
         """Ends the releases; adds the places of parameters whose gradients were held, and are thrown away."""
         for optimizer, release in zip(self.optimizers, self.releases, strict=False):
             holder = optimizer._internals.held_release
-            lost.update(index for index, param in enumerate(self.params) if holder is not None and param in holder.held)
+            held = {} if holder is None else holder.host_gradients
+            lost.update(index for index, param in enumerate(self.params) if param in held)
             release.remove()
         self.releases.clear()
 

@@ -158,7 +158,7 @@ def test_ranks_that_are_lost_while_the_host_waits() -> None:
         for collective in ("all_gather", "broadcast"):
             patch.setattr(f"shardopt.sharding.rank_group.{collective}", lambda *args, **options: Mock())
         ranks = Ranks()
-        calls = (lambda: ranks.gathered(b"x"), lambda: ranks.from_rank(0, b"x"), lambda: ranks.agree(lambda: None))
+        calls = (lambda: ranks.all_gather(b"x"), lambda: ranks.broadcast(0, b"x"), lambda: ranks.agree(lambda: None))
         for call in calls:
             with pytest.raises(LostRanksError, match="cannot talk to each other any more"):
                 call()
@@ -230,8 +230,8 @@ def _raise_out_of_memory(*_: Any, **__: Any) -> None:
 
 #: Where the state is from, what is wrong with it on the last rank, what that rank says, and what takes the state.
 DAMAGED: list[tuple[str, str, str, str, Callable[..., Any]]] = [
-    ("fsdp1", "ours", "tensor_spec.TensorSpec.adopt", "out of memory", ShardedOptimizer.load_state_dict),
-    ("fsdp1", "torch", "encoding._messages", "out of memory", ShardedOptimizer.load_state_dict),
+    ("fsdp1", "ours", "tensor_spec.TensorSpec.state_from_loaded", "out of memory", ShardedOptimizer.load_state_dict),
+    ("fsdp1", "torch", "encoding._local_extremes", "out of memory", ShardedOptimizer.load_state_dict),
     ("fsdp1 flat", "ours", "step", "got step as -5.0", ShardedOptimizer.load_state_dict),
     ("fsdp1 flat", "torch", "value", "NaN", ShardedOptimizer.load_state_dict),
     ("fsdp columns", "ours", "missing", "got", ShardedOptimizer.load_state_dict),

@@ -156,7 +156,7 @@ def _load_without_memory(way: str, path: Path, convert: bool) -> tuple[str, str]
     before = snapshot_of(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(Restoration, "_placed", _out_of_memory)
+            patch.setattr(Restoration, "_state_on_device", _out_of_memory)
         try:
             shardopt.checkpoint.load(path, model, optimizer, convert=convert)
         except RuntimeError as error:

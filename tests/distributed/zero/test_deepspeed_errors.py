@@ -28,7 +28,7 @@ from ranks.deepspeed import (
     stepped_whole,
 )
 from ranks.models import make_net
-from shardopt.sharding.deepspeed.engine import opened
+from shardopt.sharding.deepspeed.engine import open_engine
 
 MASTERS = {"bf16": WITHOUT_MASTERS, "params": {"master_weight_bits": 24}}
 ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 4}}
@@ -124,7 +124,7 @@ def test_model_parallel_and_other_experts_are_refused(parallel: dict[str, Any]) 
     match = "got a DeepSpeed engine with tensor or pipeline"
     if not parallel:
         match = r"or AutoEP, .* experts of deepspeed\.moe\.layer\.MoE only"
-    with pytest.raises(ValueError, match=match), opened(engine):
+    with pytest.raises(ValueError, match=match), open_engine(engine):
         pass
 
 

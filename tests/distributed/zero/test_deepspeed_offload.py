@@ -209,11 +209,11 @@ def _config(stage: int, zero: dict[str, Any], **options: Any) -> dict[str, Any]:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Engines made inside keep all the copies that DeepSpeed makes."""
-    share, hooks.share_copies = hooks.share_copies, lambda wrapper: None
+    share, hooks.share_storage = hooks.share_storage, lambda wrapper: None
     try:
         yield
     finally:
-        hooks.share_copies = share
+        hooks.share_storage = share
 
 
 def _sizes(engine: Any) -> dict[int, int]:
@@ -256,7 +256,7 @@ def test_native_pinning_shares_nothing_offloaded(stage: int) -> None:
     before = _sizes(apart)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_PIN_MEMORY_BACKEND", "native")
-        hooks.share_copies(apart.optimizer)
+        hooks.share_storage(apart.optimizer)
     assert _sizes(apart) == before
 
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from shardopt.kernels.transfers_cuda import SLOTS, CopyRanges, CudaTransfers, Slot
-from shardopt.release.deferred import DeferredSteps
+from shardopt.kernels.transfers_cuda import SLOT_COUNT, CopyRanges, CudaTransfers, Slot
+from shardopt.release.backward import BackwardRelease
 from shardopt.state import residency
 
 
@@ -19,28 +21,28 @@ class HostTransfers(CudaTransfers):
     """Copies within the CPU's memory, which block."""
 
     def __init__(self, nbytes: int) -> None:
-        self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOTS)]
-        self._next = 0
+        self._slots = [Slot(torch.empty(nbytes, dtype=torch.uint8, device="cpu")) for _ in range(SLOT_COUNT)]
+        self._assigned = 0
 
-    def begin(self) -> None:
+    def begin_phase(self) -> None:
         pass
 
     def fetch(self, slot: Slot, copies: CopyRanges, after: object) -> None:
         for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(slot.address + offset, home, nbytes)
 
-    def arrived(self, slot: Slot) -> None:
+    def wait_until_filled(self, slot: Slot) -> None:
         pass
 
-    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
+    def copy_back(self, slot: Slot, copies: CopyRanges) -> object:
         for home, offset, nbytes in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(home, slot.address + offset, nbytes)
         return None
 
-    def end(self) -> None:
+    def end_phase(self) -> None:
         pass
 
-    def follow(self) -> None:
+    def wait_for_current_stream(self) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -55,12 +57,14 @@ def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] = 
         chunk_bytes: what is copied at a time.
         transfers: how to copy.
     """
-    saved = (residency.FROM_CPU, residency.CHUNK_BYTES)
-    residency.FROM_CPU, residency.CHUNK_BYTES = transfers, chunk_bytes
-    try:
+    with patch.multiple(
+        residency,
+        CHUNK_BYTES=chunk_bytes,
+        can_offload=lambda device: device.type == "cpu",
+        CudaTransfers=lambda device, nbytes, to_host: transfers(nbytes),
+        warn_of_one_thread=lambda: None,
+    ):
         yield
-    finally:
-        residency.FROM_CPU, residency.CHUNK_BYTES = saved
 
 
 class LateTransfers(HostTransfers):
@@ -94,18 +98,18 @@ class LateTransfers(HostTransfers):
         self._filling[slot.address] = copies
         self.most_in_flight = max(self.most_in_flight, len(self._filling) + len(self._emptying))
 
-    def arrived(self, slot: Slot) -> None:
+    def wait_until_filled(self, slot: Slot) -> None:
         copies = self._filling.pop(slot.address)
         self.bytes_in += int(copies.nbytes.sum())
         super().fetch(slot, copies, None)
 
-    def give_back(self, slot: Slot, copies: CopyRanges) -> object:
+    def copy_back(self, slot: Slot, copies: CopyRanges) -> object:
         token = object()
         self._emptying[slot.address] = (token, copies)
         self.bytes_out += int(copies.nbytes.sum())
         return token
 
-    def end(self) -> None:
+    def end_phase(self) -> None:
         assert not self._filling, "what was fetched was not used"
 
     def synchronize(self) -> None:
@@ -116,14 +120,14 @@ class LateTransfers(HostTransfers):
         if address in self._emptying:
             _, copies = self._emptying.pop(address)
             slot = next(slot for slot in self._slots if slot.address == address)
-            super().give_back(slot, copies)
+            super().copy_back(slot, copies)
 
 
 class LateStepTransfers(LateTransfers):
     """Late transfers where parameters come back, which are to be seen at the end of each step."""
 
-    def end(self) -> None:
-        super().end()
+    def end_phase(self) -> None:
+        super().end_phase()
         self.synchronize()
 
 
@@ -134,27 +138,18 @@ def late_transfers(offload: str) -> type[LateTransfers]:
 
 @contextmanager
 def before_steps(call: Callable[[int], object]) -> Iterator[None]:
-    """Inside, something is called in the other thread before each step there, with the ``number`` of its submission.
+    """Inside, ``call(index)`` runs in the worker thread before the step of the optimizer's parameter ``index``."""
+    original = BackwardRelease._submit_step
 
-    Arrivals of gradients are left out.
-    """
-    original = DeferredSteps.submit
-
-    def submit(
-        self: DeferredSteps, device: torch.device, number: int, work: Callable[[], None], keeps: object, **more: Any
-    ) -> Any:
+    def submit(self: BackwardRelease, param: Tensor, step: Callable[[], None], **options: Any) -> None:
         def late() -> None:
-            if number >= 0:
-                call(number)
-            work()
+            call(self._progress[param].index)
+            step()
 
-        return original(self, device, number, late, keeps, **more)
+        original(self, param, late, **options)
 
-    DeferredSteps.submit = submit
-    try:
+    with patch.object(BackwardRelease, "_submit_step", submit):
         yield
-    finally:
-        DeferredSteps.submit = original
 
 
 def slow_steps(seconds: float) -> AbstractContextManager[None]:

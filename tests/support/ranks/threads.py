@@ -18,8 +18,8 @@ class ThreadRankGroup:
 
     Attributes:
         calls: how many collectives there were.
-        numbers: of the threads.
-        numbers_in_world: the same, as of one process group.
+        global_ranks: of the threads.
+        global_ranks_by_group: the same, as of one process group.
     """
 
     def __init__(self, threads: int) -> None:
@@ -27,8 +27,8 @@ class ThreadRankGroup:
         self._given: list[Tensor] = []
         self._own = threading.local()
         self.calls = 0
-        self.numbers = tuple(range(threads))
-        self.numbers_in_world = (self.numbers,)
+        self.global_ranks = tuple(range(threads))
+        self.global_ranks_by_group = (self.global_ranks,)
 
     @property
     def rank(self) -> int:
