@@ -12,8 +12,7 @@ struct StepCall {
   Phase phase;
 };
 
-// Steps blocks [begin, end) of a kernel row, counted along its rows. Returns the number of elements whose gradient was
-// not finite.
+// Steps blocks [begin, end) of a kernel row, counted along its rows. Returns the number of skipped elements.
 using CpuKernel = int64_t (*)(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end);
 
 // The passes over gradients (norm/norm.h), of n contiguous elements at any address.

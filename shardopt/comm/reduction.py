@@ -67,7 +67,10 @@ class Reduction:
         out.copy_(mean[: len(out)])  # without the last replica's padding
 
     def _add_replicas(self, pieces: Tensor, replicas: ProcessGroup) -> None:
-        """Under HSDP: adds the micro-batches of all replicas, each of which gets a part of all partial sums."""
+        """Collective under HSDP: adds all replicas' micro-batches, this rank's ``pieces`` among them, to :attr:`sum`.
+
+        Each replica gets the partial sums of a range of elements, and adds them.
+        """
         size, count, first = replicas.size(), len(pieces), self._progress.first_micro_batch
         own_sum = PairwiseSum(first + replicas.rank() * count)
         own_sum.add(map(self.wire.decode, pieces))

@@ -56,13 +56,14 @@ class LossScaling(NamedTuple):
 
 
 class Call(Protocol):
-    """Launches the kernels for the same kernel rows in every step: :meth:`update` once, then :meth:`run` per phase."""
+    """Launches the kernels for the same kernel rows in every step: :meth:`update`, then :meth:`run` per phase."""
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Sets the arguments of the next step.
+        """Sets the arguments of the phases that follow; may be called again between phases.
 
         Args:
-            rows_changed: whether the kernel rows changed in place since the last step, as by new gradients.
+            rows_changed: whether the kernel rows changed in place since the last update, as by new gradients. True in
+                the first call.
             groups: structs ``_C.group_row``, one per param group, with its hyper-parameters.
             scaling: loss scale and clip coefficient.
         """
@@ -109,7 +110,7 @@ class CpuCall:
         self, kernel_rows: KernelRows, steps: Addresses, codec_tables: CodecTables, skipped: SkippedElements
     ) -> None:
         self._step = _C.CpuStep(kernel_rows, steps, addresses(codec_tables))
-        self._kept_alive = (kernel_rows, steps, codec_tables)  # CpuStep stores addresses only
+        self._kept_alive = codec_tables  # CpuStep owns the arrays, but not the tensors whose addresses are in them
         self._found_inf = False
         self._skipped = skipped
 

@@ -244,7 +244,7 @@ class Shard(_ProcessLocal):
         """This rank's part of a parameter, codes or scales as an ordinary tensor: of a DTensor, its local tensor.
 
         Raises:
-            RuntimeError: a wrapper subclass has no inner tensor with its elements (:func:`written`).
+            RuntimeError: a wrapper subclass has no inner tensor with its elements.
         """
         return unwrapped(tensor)
 

@@ -216,7 +216,11 @@ class NAdam(AdamKin):
         return {**super().hyper(group), "decay_base": _decay_base(group), **past}
 
     def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Updates ``past_mu`` of param groups in which ``betas[0]`` has changed, from the steps taken before."""
+        """Updates ``past_mu`` of param groups in which ``betas[0]`` has changed, from the steps taken before.
+
+        Counts the steps of parameters with elements on this rank. Where FSDP1 leaves a rank none of a group's elements,
+        ``past_mu`` may differ between ranks: steps do not use it there, but a checkpoint refuses the group.
+        """
         for group in groups:
             beta1, (steps, product, last_beta1) = float(group["betas"][0]), group["past_mu"]
             if last_beta1 is None:  # first step, also after a load of torch's mu_product

@@ -60,11 +60,12 @@ class ShardedOptimizer(OptimizerInterface):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler passes ``grad_scale`` and ``found_inf`` to ``step`` instead of unscaling itself.
 
-        True while the backward pass takes steps: ``step`` then refuses a scaler, and says what to do. False after
-        Lightning has set it so, as it clips only gradients that GradScaler has unscaled. False for flat shards:
-        ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself. False if ``step`` is
-        wrapped or has hooks, as under Accelerate, which counts each call as a step: GradScaler then calls ``step`` only
-        if all gradients are finite. But True with float16 parameters, whose gradients GradScaler refuses to unscale.
+        The first of these cases decides. True while the backward pass takes steps: ``step`` then refuses a scaler, and
+        says what to do. False after Lightning has set it so, as it clips only gradients that GradScaler has unscaled.
+        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
+        True with float16 parameters, whose gradients GradScaler refuses to unscale. False if ``step`` is wrapped or has
+        hooks, as under Accelerate, which counts each call as a step: GradScaler then calls ``step`` only if all
+        gradients are finite. Else True.
         """
         released = self._internals.released
         if released is not None and not released.overlaps_forward:
@@ -162,7 +163,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def offload(self) -> None:
-        """CopiedFields all state from the devices to the host's memory, to free device memory until :meth:`reload`.
+        """Moves all state from the devices to the host's memory, to free device memory until :meth:`reload`.
 
         The host's memory is page-locked and kept for the next time. Step counts, 4 bytes per parameter, stay. State
         dicts and checkpoints are saved and loaded as ever, and loading leaves the state in the host's memory. Where it
@@ -178,7 +179,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def reload(self) -> None:
-        """CopiedFields the state back after :meth:`offload`, with the same bits; does nothing without one before.
+        """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
 
         The next step would call this itself.
         """
@@ -319,7 +320,9 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a state dict of this class, or of the torch.optim class of the same name, which is quantized.
+        """Loads a state dict of this class, or of torch.optim's (AdamW's for AdamW8bit), whose moments are quantized.
+
+        Collective if several ranks hold parts of one row, as under FSDP1, ZeRO and tensor parallelism.
 
         Raises:
             ValueError: the state is of other parameters or another optimizer, was quantized in another way, or is

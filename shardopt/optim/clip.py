@@ -39,7 +39,8 @@ def clip_grad_norm_(
     parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
     Elements with copies on several ranks count once. Gradients are read once. Each mesh takes one all-reduce of 184
     bytes, which also carries the sums of meshes that are subsets of it. On CUDA the host does not wait for the device
-    in a cached call, except on a rank with both plain parameters and parameters on a mesh of some of the job's ranks.
+    in a later call with the same parameters, except on a rank with both plain parameters and parameters on a mesh of
+    some of the job's ranks.
 
     All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 

@@ -142,14 +142,14 @@ class Muon(ShardedOptimizer):
         )
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        super().check_group(group)
         if group["algorithm"] not in ("muon", *_RULES):
             raise ValueError(f"algorithm: got {group['algorithm']!r}, expected 'muon', 'adamw' or 'lion'")
+        super().check_group(group)
         if group["algorithm"] == "muon" and group["eps"] == 0:
             raise ValueError(
                 "eps: got 0 for Muon, by which a gradient of zeros would be divided, expected a number above 0"
             )
-        if get_codec(group["codec"]).shared:
+        if get_codec(group["codec"]).shared:  # AdamW repays the rounding errors of log4; groups of Muon have no repay
             raise ValueError(
                 f"codec: got {group['codec']!r} for a group of Muon, which does not repay what it loses, expected "
                 "another codec; step these parameters with AdamW4bit"
@@ -162,7 +162,7 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"ns_steps: got {group['ns_steps']!r}, expected a whole number from 1 to 99")
         if group["normalize"] not in (None, "rows"):
             raise ValueError(f"normalize: got {group['normalize']!r}, expected None or 'rows'")
-        _coefficients_per_step(group["ns_coefficients"], 1)
+        _coefficients_per_step(group["ns_coefficients"], 1)  # raises ValueError
         split = group["split"]
         is_rows = isinstance(split, (tuple, list)) and len(split) > 0 and all(is_int(n) and n > 0 for n in split)
         if not (split is None or split == "each" or is_rows):

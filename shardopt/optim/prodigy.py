@@ -97,7 +97,7 @@ class Prodigy(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Adds the estimate ``d``, which is equal in all groups; ``eps`` is in units of ``d``."""
+        """The base class's hyper-parameters with ``d``, ``beta3`` and ``bias_correction``, and ``eps`` times ``d``."""
         first = self.param_groups[0]
         return {
             **super().hyper(group),

@@ -155,7 +155,7 @@ class BackwardRelease:
         progress.pending = self._worker.submit(
             param.device, progress.index, step, written, keeps_gradient=keeps_gradient
         )
-        # Autograd must know of the write before it happens: a backward pass that goes on may still need the old value.
+        # Before the hook returns: if the rest of the backward pass needs the old value, autograd then raises an error.
         increment_version(param)
 
     def wait(self, *_: Any) -> None:

@@ -49,6 +49,7 @@ class ForwardOverlap:
         for module in self._params_by_reader:
             for param in module.parameters(recurse=False):
                 self._owners.setdefault(param, []).append(module)
+            # Before the users' hooks, which may read the parameters.
             undo.callback(module.register_forward_pre_hook(before_module, prepend=True).remove)
         undo.callback(model.register_forward_hook(Hook(self._after_model)).remove)
 

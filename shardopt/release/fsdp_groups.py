@@ -1,6 +1,7 @@
 """Hooks in fully_shard's parameter groups: before an all-gather, and to know whether more parts of a gradient follow.
 
-Hooks are never removed, like DDP's communication hook: several releases may share a group, and end in any order.
+Wrappers of methods are never removed, like DDP's communication hook: several releases may share a group, and end in any
+order.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class OverlappedRelease(BackwardRelease):
 
     def next_step(self) -> None:
         """Starts a new step: discards gradients on the host, and notes whether the last step read the norm."""
-        if self._has_gradients:
+        if self._has_gradients:  # not at zero_grad() after step(), which begins the same step again
             self._squares_on_arrival, self._norm_was_read = self._norm_was_read, False
         super().next_step()
         self._discard_host_gradients()

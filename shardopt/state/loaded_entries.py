@@ -66,7 +66,11 @@ def invalid_values_error(what: str, name: str, *, signed: bool) -> ValueError:
 
 
 def checked_step(loaded: Mapping[str, Any], name: str) -> float:
-    """Returns the loaded step count, checked to be a whole number >= 0; 1 if there is none, as torch's SGD has none."""
+    """Returns the loaded step count, checked to be a whole number >= 0.
+
+    Without an entry ``step``, as in the state of torch's SGD, 1: the parameter counts as stepped before, so that
+    dampening applies to its next gradient.
+    """
     step = loaded.get("step", 1.0)
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
         step = step.item()

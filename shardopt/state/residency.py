@@ -127,7 +127,7 @@ class StateResidency:
         return residency
 
     def sleep(self) -> None:
-        """CopiedFields all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
+        """Moves all state that is on GPUs to host memory, until :meth:`wake`, to free GPU memory for other work.
 
         Raises MemoryError, and moves nothing, if the host has too little memory.
         """
@@ -173,7 +173,7 @@ class StateResidency:
         self.move_state(param, spec, state)
 
     def move_state(self, param: Tensor, spec: TensorSpec, state: StateDict) -> None:
-        """CopiedFields a parameter's entries to the devices of its residency; replaces them in ``state``.
+        """Moves a parameter's entries to the devices of its residency; replaces them in ``state``.
 
         With ``offload="state"``, entries are copied into the host tensors that were allocated for them. Entries that
         are not offloaded, or of another shape than expected, stay where they are.

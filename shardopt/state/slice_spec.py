@@ -131,7 +131,7 @@ class SliceSpec:
     def moment_entries(self) -> dict[str, EntryFormat]:
         """Shape, dtype and initial values of the moments' entries (codes and scales, or floats), by name."""
         formats, shape = {}, self.shard.local_shape
-        for moment in self.moments:
+        for moment in self.moments:  # moments that share codes have one entry, whose initial codes are 0 for both
             codes, scales = _initial_block(self.codec, moment)
             codes_shape = shape if len(codes) == 1 else (*shape, len(codes))  # codes of 16 bits: two bytes
             formats[self.codes_name(moment)] = EntryFormat(codes_shape, codes.dtype, tuple(codes.tolist()))

@@ -78,12 +78,12 @@ class ExactSums:
     def total(self) -> Tensor | None:
         """The sums over all parameters and ranks: int64, (sums, words), on the host; None if no parameter is here.
 
-        Collective, among all ranks.
+        Collective among the ranks that have such parameters.
 
         Raises:
             RuntimeError: no mesh has all ranks that share parameters; or a CUDA graph captures the step.
         """
-        shares = {counted: [buffer.view(-1) for buffer in buffers] for counted, buffers in self._totals.items()}
+        shares = {holders: [buffer.view(-1) for buffer in buffers] for holders, buffers in self._totals.items()}
         if not shares:
             return None
         nothing = torch.zeros_like(next(iter(shares.values()))[0])

@@ -101,7 +101,7 @@ class WaveStep:
         self._waits: list[Callable[[], object]] = []  # for the collectives that are in flight
         self._row_moments: dict[tuple[int, int], Tensor] = {}  # local state entries, by parameter and slice
         self._found_inf: Tensor | None = None
-        self._transfers: CudaTransfers | None = None  # copies offloaded second moments of rows
+        self._transfers: CudaTransfers | None = None  # so that its synchronize() waits for copies of offloaded moments
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
         """Copies the wave's rows from the table of all rows, and notes the index in the wave of each row's matrix."""
@@ -213,7 +213,7 @@ class WaveStep:
         directions = self._directions
         if self._message is not directions:
             directions.copy_(self._message)
-        self._directions = self._message = self._gathered = _NONE  # a view would keep the memory
+        self._directions = self._message = self._gathered = _NONE  # frees the buffers
         for passes in self.passes:
             passes.apply(directions)
         for in_buffer, stored in self._stored_row_moments(directions):
