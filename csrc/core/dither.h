@@ -1,8 +1,8 @@
 // Random bits with which coders choose one of the two codes around a number, so that averages keep their level.
 //
 // The bits are a linear function of the element's index in the flattened global parameter, whose slope and offset are
-// hashes of the step count. Those of any two elements are independent over steps; one costs an addition. They depend
-// on nothing else, so that any sharding, device and resumed run draws alike.
+// hashes of the step count, and of nothing else: any sharding, device and resumed run draws alike. The bits of any two
+// elements are independent over steps.
 #pragma once
 
 #include "core/call.h"

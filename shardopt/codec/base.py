@@ -17,8 +17,6 @@ from shardopt.kernels.numeric import bits, float_from_bits, reciprocal, round_fm
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
-#: The least scale of roots with 8-bit codes: the square of the smallest code above zero is not zero.
-LEAST_ROOT_SCALE = 2.0**-66
 
 
 class Coded(NamedTuple):
@@ -47,8 +45,8 @@ class Codec(ABC):
     signed_zero = 0
     #: Whether a step chooses codes of unsigned moments at random, by the step count and the element's index.
     random = False
-    #: The least scale of a block of square roots that is not all zeros.
-    least_root_scale = LEAST_ROOT_SCALE
+    #: The least scale of a block of square roots that is not all zeros: the smallest code's square is above zero.
+    least_root_scale = 2.0**-66
 
     @property
     def index(self) -> int:
@@ -102,8 +100,7 @@ class Codec(ABC):
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         """Quantizes float32 blocks ``x`` to codes. Unsigned ``x`` holds square roots of the moment if ``self.root``.
 
-        ``random`` are the bits by which a step chooses one of the two codes around a number (int64 from 0 to 2^32 - 1,
-        shape of ``x``; csrc/core/dither.h), which most codecs ignore. None: the nearest code.
+        Random codecs choose codes by ``random`` (int64 in [0, 2^32), shape of ``x``; csrc/core/dither.h), if given.
         """
 
     @abstractmethod
@@ -117,8 +114,7 @@ class Codec(ABC):
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         """Whether loaded codes and scales decode to finite values, which for unsigned moments are at least zero.
 
-        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``. Reads the
-        scales, and codes only where valid scales do not suffice.
+        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``.
         """
         if signed:
             return are_finite(scales, signed=False)

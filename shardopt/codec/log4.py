@@ -15,8 +15,7 @@ block, with decoded root ``u'``::
     u' = level(q)                                              0 where q = 0
 
 ``h`` is random, a multiple of 2^-16 in [0, 1): the levels around ``u`` are chosen with the probabilities for which the
-mean of ``u'^2`` is ``v``. Rounded to the nearest level, a second moment that changes by less than a level in a step
-could never move. ``h`` depends on the step and the element's index (csrc/core/dither.h).
+mean of ``u'^2`` is ``v``. ``h`` depends on the step and the element's index (csrc/core/dither.h).
 
 The first moment ``m`` is encoded in units of ``u'``, as a whole number ``c`` from -7 to 7, and so that the mean of
 ``m'``, the decoded moment, is ``m``. Per block, with another random ``h``::

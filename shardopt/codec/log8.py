@@ -12,10 +12,9 @@ The second moment ``v`` is encoded by its root ``u = sqrt(v)``. Per block, with 
     q = max(1, floor(fma(bits(u) - bits(M), 1 / step, 511 + h)) - 256) within a step
     u' = the float whose bits are bits(M) - (255 - q) * step    0 where q = 0
 
-``h`` is random, an odd multiple of 2^-15 in (0, 1), and the ``fma`` is rounded to a multiple of 2^-15: of the two codes
-around ``u``, a step takes the upper one with the probability for which the mean is exact. Rounded to nearest, a second
-moment, which decays by some thousandth in a step, would stay where it is. No ``h`` moves a block's extremes, which are
-whole numbers of steps.
+``h`` is random, an odd multiple of 2^-15 in (0, 1), and the ``fma`` is rounded to a multiple of 2^-15: a step takes one
+of the two codes around ``u``, so that averages keep their level (docs/codecs.md). No ``h`` moves a block's extremes,
+which are whole numbers of steps.
 
 The first moment ``m`` is encoded in units of ``u'``, which is 1 in a rule without a second moment. Per block, with code
 ``q`` and decoded moment ``m'``::

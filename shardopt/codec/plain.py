@@ -32,10 +32,7 @@ class Float32(_Plain):
 
 
 class BFloat16(_Plain):
-    """Moments rounded to nearest bfloat16, in a step unsigned ones to one of the bfloat16s around them at random.
-
-    An unsigned moment above zero is never rounded to zero.
-    """
+    """Moments rounded to nearest bfloat16, unsigned ones in a step at random; none above zero is rounded to zero."""
 
     name = "bf16"
     random = True
@@ -44,15 +41,13 @@ class BFloat16(_Plain):
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         if signed:
             return to_bf16(x)
-        codes = to_bf16(x) if random is None else _bf16_above_or_below(x, random)
+        if random is None:
+            codes = to_bf16(x)
+        else:  # the bfloat16 next below or above, above with the probability that makes the mean x
+            words = ((bits(x).long() + (random >> 16)) >> 16).clamp(max=0x7FFF)
+            codes = words.to(torch.int16).view(torch.bfloat16)
         smallest = torch.ones_like(codes, dtype=torch.int16).view(torch.bfloat16)
         return torch.where((codes == 0) & (x > 0), smallest, codes)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         return codes.float()
-
-
-def _bf16_above_or_below(x: Tensor, random: Tensor) -> Tensor:
-    """The bfloat16 next below ``x >= 0`` or next above; above with the probability that makes the mean ``x``."""
-    words = ((bits(x).long() + (random >> 16)) >> 16).clamp(max=0x7FFF)
-    return words.to(torch.int16).view(torch.bfloat16)
