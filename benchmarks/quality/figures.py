@@ -55,9 +55,8 @@ _STYLE = {
 }
 #: Lines in the figure of curves; the others are in the tables.
 _CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
-#: Axis of the figure of levels, which a level of bf16 leaves: its figures are in the table.
-_LEVELS = (0.7, 4.5)
-_LEVEL_TICKS = (0.75, 1, 1.5, 2, 3, 4)
+_LEVELS = (0.7, 1.1)
+_LEVEL_TICKS = (0.7, 0.8, 0.9, 1, 1.1)
 _DISTANCE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
