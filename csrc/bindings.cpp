@@ -57,8 +57,7 @@ py::dict describe_codecs(generic::List<Codec...>) {
   ((codecs[Codec::kName] = py::dict(
         py::arg("index") = index++, py::arg("code_bytes") = sizeof(typename Codec::Code),
         py::arg("signed_scales") = Codec::Signed::kScales, py::arg("unsigned_scales") = Codec::Unsigned::kScales,
-        py::arg("relative") = Codec::kRelative, py::arg("shared") = generic::kSharesCodes<Codec>,
-        py::arg("random") = generic::kRoundsAtRandom<typename Codec::Unsigned>)),
+        py::arg("relative") = Codec::kRelative, py::arg("shared") = generic::kSharesCodes<Codec>)),
    ...);
   return codecs;
 }

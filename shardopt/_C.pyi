@@ -23,7 +23,6 @@ class _Codec(TypedDict):
     unsigned_scales: int
     relative: bool
     shared: bool
-    random: bool
 
 class DType(enum.IntEnum):
     float32 = ...

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import shardopt
-from quality.low_bits import OPTIONS, EmulatedAdamW
 from quality.task import BETAS, EPS, TASKS, WEIGHT_DECAY, Task
 
 #: (model, task, learning rate, options of the choice) -> optimizer.
@@ -107,10 +106,6 @@ def _torchao(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -
     return made
 
 
-def _emulated(model: nn.Module, task: Task, lr: float, options: dict[str, Any]) -> Optimizer:
-    return EmulatedAdamW(_trainable(model), lr=lr, **_ADAM)
-
-
 def _coded(label: str, codec: str, kind: str = "AdamW", baseline: str = "fp32", **options: Any) -> Choice:
     adam: dict[str, Any] = {"betas": BETAS, "eps": EPS} if kind == "AdamW" else {}
     return Choice(_shardopt, {"kind": kind, "codec": codec, **adam, **options}, baseline, label)
@@ -185,14 +180,10 @@ CHOICES: dict[str, Choice] = {
     **_rate("double", 2.0),
 }
 
-#: log8 as it might be: an emulation whose second moment is rounded at random, which takes part only where it is named.
-LOG8_AT_RANDOM = "emulated:log8, v stochastic"
-_EMULATION = Choice(_emulated, OPTIONS, "fp32", "emulated: log8, v stochastic", tasks=TASKS)
-
 
 def in_order(names: Collection[str]) -> list[str]:
-    """The names in the order of the tables, the emulated one last."""
-    return [*(name for name in CHOICES if name in names), *sorted(set(names) - CHOICES.keys())]
+    """The names in the order of the tables."""
+    return [name for name in CHOICES if name in names]
 
 
 def choice_of(name: str) -> Choice:
@@ -201,8 +192,6 @@ def choice_of(name: str) -> Choice:
     Raises:
         ValueError: there is none.
     """
-    if name == LOG8_AT_RANDOM:
-        return _EMULATION
     if name not in CHOICES:
-        raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}, or {LOG8_AT_RANDOM!r}")
+        raise ValueError(f"optimizer {name}: expected one of {', '.join(CHOICES)}")
     return CHOICES[name]

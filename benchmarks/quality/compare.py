@@ -28,7 +28,7 @@ class Comparison:
         loss: mean held-out loss of its finite runs; None without one.
         diverged: runs with a loss that is no finite number; they are in none of the figures above.
         runs: finite and diverged runs.
-        state_bytes: per parameter that is trained; None if emulated.
+        state_bytes: per parameter that is trained.
         weight_bytes: per parameter that is trained.
         curves: training curves of the finite runs, by seed.
     """
@@ -39,7 +39,7 @@ class Comparison:
     loss: float | None
     diverged: int
     runs: int
-    state_bytes: float | None
+    state_bytes: float
     weight_bytes: float
     curves: dict[int, list[float]]
 
@@ -78,7 +78,7 @@ def differences(runs: dict[int, Record], baseline: dict[int, Record]) -> list[fl
 
 
 def compare(lines: Iterable[Record]) -> list[Comparison]:
-    """A comparison per optimizer, in the order of the table of optimizers, emulated ones last."""
+    """A comparison per optimizer, in the order of the table of optimizers."""
     by_optimizer = current(lines)
     return [_comparison(name, by_optimizer) for name in in_order(by_optimizer)]
 

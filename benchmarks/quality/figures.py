@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from quality.choices import CHOICES, LOG8_AT_RANDOM, choice_of
+from quality.choices import CHOICES, choice_of
 from quality.compare import GOAL, Comparison
 from quality.over_time import Course
 from quality.records import Record
@@ -34,7 +34,6 @@ _COLOURS = {
     "log8_repaid": "#1c4f94",
     "log8_half": "#56b4c9",
     "log8_double": "#2f7f8f",
-    LOG8_AT_RANDOM: "#8fb4de",
     "bf16_master32": "#5b9bd5",
     "bf16_master24": "#4aa3df",
     "bf16_stochastic": "#c07bc0",
@@ -56,9 +55,8 @@ _STYLE = {
 }
 #: Lines in the figure of curves; the others are in the tables.
 _CURVES = ("fp32", "fp32_init", "log8", "companded8", "dynamic8", "bf16", "log4", "torchao4")
-#: Axis of the figure of levels, which a level of bf16 leaves: its figures are in the table.
-_LEVELS = (0.7, 4.5)
-_LEVEL_TICKS = (0.75, 1, 1.5, 2, 3, 4)
+_LEVELS = (0.7, 1.1)
+_LEVEL_TICKS = (0.7, 0.8, 0.9, 1, 1.1)
 _DISTANCE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -182,7 +180,7 @@ def _bytes(compared: dict[str, list[Comparison]]) -> Any:
     for comparisons, panel in zip(compared.values(), panels, strict=False):
         points = []
         for it in comparisons:
-            if it.name.endswith(("_lr", "_init")) or it.choice.baseline != "fp32" or it.state_bytes is None:
+            if it.name.endswith(("_lr", "_init")) or it.choice.baseline != "fp32":
                 continue
             if it.name != "fp32" and (it.difference is None or it.diverged):
                 continue

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quality.low_bits import EmulatedAdamW
-
 #: exp_avg, and the root of exp_avg_sq, as by it the step divides: float32 on the CPU, all parameters in one row.
 Moments = dict[str, Tensor]
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -20,9 +18,7 @@ _BNB_BLOCK = 256
 
 
 def moments_of(optimizer: Optimizer) -> Moments:
-    """The decoded moments of torch's, shardopt's, bitsandbytes' and low_bits.py's AdamW."""
-    if isinstance(optimizer, EmulatedAdamW):
-        return optimizer.moments()
+    """The decoded moments of torch's, shardopt's and bitsandbytes' AdamW."""
     if any("state1" in state for state in optimizer.state.values()):
         states = [_of_bitsandbytes(state) for state in optimizer.state.values()]
     elif type(optimizer).__module__.startswith("torch."):

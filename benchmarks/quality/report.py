@@ -107,7 +107,7 @@ def verdict_table(compared: dict[str, list[Comparison]]) -> str:
     rows = []
     for name, (verdict, use) in VERDICTS.items():
         found = {task: it for task, comparisons in compared.items() for it in comparisons if it.name == name}
-        state = next((it.state_bytes for it in found.values() if it.state_bytes is not None), None)
+        state = next((it.state_bytes for it in found.values()), None)
         rows.append(
             [
                 f"`{name}`, {state:.2f} bytes" if state is not None else f"`{name}`",
@@ -139,7 +139,7 @@ def task_table(comparisons: list[Comparison]) -> str:
 def _row(it: Comparison) -> list[str]:
     cells = [
         it.choice.label,
-        "emulated" if it.state_bytes is None else f"{it.state_bytes:.2f}",
+        f"{it.state_bytes:.2f}",
         f"{it.runs}, {it.diverged} diverged" if it.diverged else f"{it.runs}",
         "" if it.loss is None else f"{it.loss:.4f}",
     ]

@@ -76,7 +76,7 @@ def train(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": numel,
         "quantizable": sum(p.numel() for p in stepped if p.numel() >= task.quantize_from) / numel,
-        "state_bytes": None if state is None else state / numel,
+        "state_bytes": state / numel,
         "weight_bytes": sum(parameter.nbytes for parameter in stepped) / numel,
         "seconds": round(time.perf_counter() - begin, 2),
     }
@@ -102,13 +102,8 @@ def _gradients(task: Task, problem: Problem, model: nn.Module, seed: int, step: 
     return total
 
 
-def state_bytes(optimizer: Optimizer) -> int | None:
-    """Bytes of an optimizer's state without step counts and lookup tables, which do not grow with the model.
-
-    None if the optimizer keeps none in ``state``, as those that only emulate their codes.
-    """
-    if not optimizer.state:
-        return None
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state without step counts and lookup tables, which do not grow with the model."""
     return sum(_nbytes(value) for state in optimizer.state.values() for value in _tensors(state))
 
 

@@ -22,7 +22,7 @@ struct Companded16 {
           unit(scale * (1.0f / 65535.0f)) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F u) const {
+    SHARDOPT_HD IntOf<F> encode(F u, IntOf<F>) const {
       const IntOf<F> q = round_fma_to_int(u, inverse65535, 0.0f);
       return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
     }
@@ -41,7 +41,7 @@ struct Companded16 {
         : ScaledByMaximum(scales), inverse(reciprocal(inverted(scales))) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F x) const {
+    SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       const F y = x * inverse;
       return signed_code_of(65534.0f * y, reciprocal(magnitude(y) + 1.0f));
     }

@@ -22,13 +22,13 @@ struct Companded8 {
         : ScaledByMaximum(scales), inverse255(255.0f * inverse), unit(scale * (1.0f / 255.0f)) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F u) const {
+    SHARDOPT_HD IntOf<F> encode(F u, IntOf<F>) const {
       const IntOf<F> q = round_fma_to_int(u, inverse255, 0.0f);
       return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
     }
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode_above_zero(F u) const {
+    SHARDOPT_HD IntOf<F> encode_above_zero(F u, IntOf<F>) const {
       return max_int(round_fma_to_int(u, inverse255, 0.0f), spread<IntOf<F>>(1));
     }
 
@@ -52,7 +52,7 @@ struct Companded8 {
         : CodedByTable(scales, t), inverse(inverse_scale), inverse254(254.0f * inverse_scale) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F x) const {
+    SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       return signed_code_of(x * inverse254, reciprocal(fma(magnitude(x), inverse, 1.0f)));
     }
   };

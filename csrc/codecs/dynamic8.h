@@ -50,7 +50,7 @@ struct Dynamic8 {
         : CodedByTable(scales, values_in(t)), inverse(inverse_scale) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F x) const {
+    SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       using I = IntOf<F>;
       const I index = DynamicMap::nearest(table, magnitude(x) * inverse);
       if constexpr (kUnsigned) {
@@ -68,7 +68,7 @@ struct Dynamic8 {
     using Coder<true>::Coder;
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode_above_zero(F x) const {
+    SHARDOPT_HD IntOf<F> encode_above_zero(F x, IntOf<F>) const {
       return max_int(DynamicMap::nearest(table, x * inverse), spread<IntOf<F>>(1));
     }
 

@@ -25,8 +25,6 @@ struct Log4 {
 
   // Level q stands for the float whose bits lie (kLevels - q) steps below the bits of the block's maximum.
   struct Unsigned : ScaledByRange<kLevels - 1, 8> {
-    static constexpr bool kIsRandom = true;
-
     // base: the bits that a level of 0 would stand for; halfway: half a step above the maximum's bits.
     int32_t step, base, halfway;
     float inverse_step;
@@ -66,7 +64,7 @@ struct Log4 {
   // c stands for T[|c|] with the sign of c, in units of the block's maximum; T inverts z = 2 y / (1 + |y|). The table
   // has c mod 15 in order, and one more value.
   struct Signed : ScaledByMaximum<> {
-    static constexpr bool kIsRandom = true;
+    static constexpr uint32_t kOther = 0x9e3779b9;
 
     const float* table;
     float inverse;
@@ -75,7 +73,7 @@ struct Log4 {
     SHARDOPT_HD Signed(const float* scales, const float* t, float inverse_scale)
         : ScaledByMaximum(scales), table(t), inverse(inverse_scale) {}
 
-    // One of the two codes around r, chosen at random so that the mean is r. Uses the lower 16 bits of `random`.
+    // One of the two codes around r, chosen at random so that the mean is r. Draws otherwise than the root.
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F r, IntOf<F> random) const {
       using I = IntOf<F>;
@@ -83,7 +81,7 @@ struct Log4 {
       const I nearest = round_to_int(fma(y * (2.0f * kMagnitudes), reciprocal(y + 1.0f), spread<F>(-0.5f)));
       const I lower = min_int(max_int(nearest, I{}), spread<I>(kMagnitudes - 1));
       const F low = lookup<16>(table, lower), high = lookup<16>(table, lower + 1);
-      const F share = to_float(random & 0xffff) * (1.0f / 65536.0f);
+      const F share = to_float(as_signed((as_unsigned(random) * kOther) >> 16)) * (1.0f / 65536.0f);
       const I c = select(y - low > share * (high - low), lower + 1, lower);
       return select(bits(r) < 0, select(c == 0, I{}, 2 * kMagnitudes + 1 - c), c) * kLevels;
     }

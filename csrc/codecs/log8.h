@@ -16,6 +16,8 @@ struct Log8 {
   // Code q > 0 stands for the float whose bits lie (255 - q) steps below the bits of the block's maximum; code 0 for
   // zero.
   struct Unsigned : ScaledByRange<254, 32> {
+    static constexpr int kShareBits = 15;
+
     int32_t top, step, base;  // base: the bits that a code of 0 would stand for
     float inverse_step;
 
@@ -31,42 +33,52 @@ struct Log8 {
           base(opaque(top - 255 * step)),
           inverse_step(inverse) {}
 
-    template <class F>
-    SHARDOPT_HD IntOf<F> encode(F u, F& decoded) const {
-      using I = IntOf<F>;
-      const F below = to_float(bits(u) - top);  // <= 0: as integers the bits are ordered alike
-      const I q = max_int(round_fma_to_int(below, inverse_step, 255.0f), spread<I>(1));
-      const auto is_zero = bits(u) == 0;
-      decoded = float_from_bits(select(is_zero, I{}, q * step + base));
-      return select(is_zero, I{}, q);
+    // The bits of 256 plus a code plus a random share of a step: floats from 256 to 512 have 15 bits after the point,
+    // so that the code is the byte above these. The share is odd there: rounding does not move a whole number of steps.
+    template <class Below, class I>
+    SHARDOPT_HD I shared_code(Below below, I random) const {
+      const I share = as_signed(as_unsigned(random) >> 17) | spread<I>(bits(511.0f) | 1);
+      return bits(fma(below, spread<Below>(inverse_step), float_from_bits(share)));
     }
 
-    template <class F>
-    SHARDOPT_HD IntOf<F> encode(F u) const {
-      F decoded;
-      return encode(u, decoded);
-    }
-
-    template <class F>
-    SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded) const {
-      return whole_code(fma(to_float(bits(u) - top), inverse_step, kWhole + 255.0f), base, decoded);
-    }
-
-    // The code and what it decodes to, of the code plus kWhole.
-    template <class Whole, class F>
-    SHARDOPT_HD IntOf<F> whole_code(Whole code, int32_t at_zero, F& decoded) const {
-      const IntOf<F> q = bits(code);  // and kWholeBits
-      const auto steps = as_unsigned(step), offset = as_unsigned(at_zero) - static_cast<uint32_t>(kWholeBits) * steps;
+    // The code, with other bits above its byte, and what it decodes to.
+    template <class I, class F>
+    SHARDOPT_HD I code_of(I shared, int32_t at_zero, F& decoded) const {
+      const I q = shared >> kShareBits;
+      const auto steps = as_unsigned(step);
+      const auto offset = as_unsigned(at_zero) - static_cast<uint32_t>(bits(256.0f) >> kShareBits) * steps;
       decoded = float_from_bits(as_signed(as_unsigned(q) * steps + as_unsigned(opaque(as_signed(offset)))));
       return q;
     }
 
+    // One of the two codes around u, chosen at random.
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F u, F& decoded, IntOf<F> random) const {
+      using I = IntOf<F>;
+      const F below = to_float(bits(u) - top);  // <= 0: as integers the bits are ordered alike
+      const I q = code_of(max_int(shared_code(below, random), spread<I>(bits(257.0f))), base, decoded);
+      const auto is_zero = bits(u) == 0;
+      decoded = select(is_zero, F{}, decoded);
+      return select(is_zero, I{}, q);
+    }
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode(F u, IntOf<F> random) const {
+      F decoded;
+      return encode(u, decoded, random);
+    }
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_above_zero(F u, F& decoded, IntOf<F> random) const {
+      return code_of(shared_code(to_float(bits(u) - top), random), base, decoded);
+    }
+
     // A root of zero is as many steps below the maximum as its code says: clamped, the distance needs no other test.
     template <class F>
-    SHARDOPT_HD IntOf<F> encode_even(F u, F& decoded) const {
+    SHARDOPT_HD IntOf<F> encode_even(F u, F& decoded, IntOf<F> random) const {
       const int32_t above_zero = max_int(top, 1 << 29);  // of a block of zeros, too
       const auto below = to_float(max_int(bits(u) - above_zero, -255 * step));
-      return whole_code(fma(below, inverse_step, kWhole + 255.0f), above_zero - 255 * step, decoded);
+      return code_of(shared_code(below, random), above_zero - 255 * step, decoded);
     }
 
     template <class I>
@@ -89,7 +101,7 @@ struct Log8 {
         : CodedByTable(scales, t), inverse(inverse_scale) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F r) const {
+    SHARDOPT_HD IntOf<F> encode(F r, IntOf<F>) const {
       const F y = r * inverse;
       return signed_code_of(y, fma(-0.7f * 127.0f, magnitude(y), 1.7f * 127.0f));
     }

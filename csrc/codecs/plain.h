@@ -18,7 +18,7 @@ struct Float32 {
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
     template <class F>
-    SHARDOPT_HD F encode(F x) const {
+    SHARDOPT_HD F encode(F x, IntOf<F>) const {
       return x;
     }
     template <class F>
@@ -42,7 +42,7 @@ struct BFloat16 {
     SHARDOPT_HD static void measure(const Extremes&, float*) {}
     SHARDOPT_HD Signed(const float*, const float*) {}
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F x) const {
+    SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       return bf16_from_float(x);
     }
     template <class I>
@@ -53,10 +53,13 @@ struct BFloat16 {
 
   struct Unsigned : Signed {
     using Signed::Signed;
+    // The bfloat16 next below or above, chosen so that the mean is v >= 0, by the upper 16 bits of `random`.
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F v) const {
-      const IntOf<F> c = bf16_from_float(v);
-      return max_int(c, select(v > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));  // never rounded down to zero
+    SHARDOPT_HD IntOf<F> encode(F v, IntOf<F> random) const {
+      using I = IntOf<F>;
+      const I c = as_signed((as_unsigned(bits(v)) + (as_unsigned(random) >> 16)) >> 16);
+      // A NaN may carry into the sign. A number above zero is never rounded down to zero.
+      return max_int(min_int(c, spread<I>(0x7fff)), select(v > 0.0f, spread<I>(1), I{}));
     }
   };
 };

@@ -9,20 +9,20 @@
 //                      what their coders encode; both coders decode that sum. A codec without kIsShared has a code
 //                      for each moment
 //   Signed, Unsigned   a coder for each kind of moment:
-//     kIsRandom          true: rounds at random. A coder without kIsRandom rounds to nearest
 //     kZero              the code of zero in a signed moment (in an unsigned moment the code is 0)
 //     kScales            float32 scales per block; 0: the codec has no blocks
 //     kMeasuresSmallest  whether `measure` needs the smallest magnitude too (unsigned coders)
 //     measure(e, s)      the block's scales from its extremes
 //     inverted(s)        the scale whose reciprocal a coder needs, above zero
 //     Coder(s, table, i) the coder of a block with these scales; i: the reciprocal of inverted(s), computed if omitted
-//     encode(x)          an integer whose low bytes are the code (a Code that is float: the code)
+//     encode(x, r)       an integer whose low bytes are the code (a Code that is float: the code); r: random bits of
+//                        core/dither.h, which most coders ignore
 //     decode(c)          the value of a code as an integer (a Code that is float: as the value itself)
-//     encode(x, y)       unsigned coder of a relative codec: the code as an integer, and what it decodes to
-//     encode(x, r), encode(x, y, r)   as above, in coders with kIsRandom; r: random bits
+//     encode(x, y, r)    unsigned coder of a relative codec: the code as an integer, and what it decodes to
 //     decode_above_zero, encode_above_zero   cheaper, for codes and numbers that are not zero
 //     is_even(e)         whether the cheaper two suffice for a block with extremes e, the smallest > 0
-//     encode_even(x, y)  as encode(x, y) for zero, too, where they suffice for the others; cheaper. Beside the code of
+//     encode_even(x, y, r)   as encode(x, y, r) for zero, too, where they suffice for the others; cheaper. Beside the
+//     code of
 //                        zero, y is any number above zero
 // The last three are for unsigned coders of UsualCodecs only, encode_even for relative ones. A codec knows nothing of
 // rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
@@ -31,6 +31,7 @@
 #include <type_traits>
 
 #include "core/call.h"
+#include "core/dither.h"
 #include "core/numeric.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -57,11 +58,6 @@ template <class Codec, class = void>
 constexpr bool kSharesCodes = false;
 template <class Codec>
 constexpr bool kSharesCodes<Codec, std::void_t<decltype(Codec::kIsShared)>> = Codec::kIsShared;
-
-template <class Coder, class = void>
-constexpr bool kRoundsAtRandom = false;
-template <class Coder>
-constexpr bool kRoundsAtRandom<Coder, std::void_t<decltype(Coder::kIsRandom)>> = Coder::kIsRandom;
 
 // Exponents of the least scale of a block that is not all zeros. 254 times the reciprocal of 2^-120 is finite, and the
 // smallest code stands for a number above zero. A root, whose smallest code above zero is 1/255, must have a square

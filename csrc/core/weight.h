@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/call.h"
+#include "core/dither.h"
 #include "core/numeric.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -101,7 +102,7 @@ struct Noise {
 
   // `key`: made of the seed and the parameter. `element`: the index from which bits_at counts.
   SHARDOPT_HD Noise(uint64_t key, float step, int64_t element) {
-    const uint64_t mixed = mix(mix(key) + static_cast<uint64_t>(step));
+    const uint64_t mixed = mix64(mix64(key) + static_cast<uint64_t>(step));
     first = static_cast<uint32_t>(mixed) + static_cast<uint32_t>(element);
     second = static_cast<uint32_t>(mixed >> 32);
   }
@@ -116,15 +117,6 @@ struct Noise {
     x = x * 0x846ca68bu;
     x = x ^ (x >> 16);
     return as_signed(x);
-  }
-
- private:
-  // The finalizer of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", 2014).
-  SHARDOPT_HD static uint64_t mix(uint64_t x) {
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
   }
 };
 

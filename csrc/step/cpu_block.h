@@ -31,20 +31,19 @@ class BlockStepper {
   static constexpr bool kBlockwise = Signed::kScales > 0;
   static constexpr bool kShares = kSharesCodes<Codec>;  // all moments have the codes of the first
   static constexpr int kArrays = kShares ? 1 : kMoments;
-  static constexpr bool kIsRandom = kRoundsAtRandom<Unsigned>;
   static constexpr bool kRepays = kRepaysOf<Rule> && kRelative;
-  static constexpr int kWeight = kMoments, kRandom = kMoments + 1;  // indices in Kept::x, after the moments
+  static constexpr int kWeight = kMoments;  // index in Kept::x, after the moments
   // Whether blocks without zeros in the unsigned moment are told apart and take the coder's cheaper way. Only blocks of
   // kMost elements are: shorter ones may be copies, which zeros fill up.
-  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kIsRandom && !kRepays;
+  static constexpr bool kTellsZeros = kExact && kRelative && Unsigned::kMeasuresSmallest && !kShares && !kRepays;
   static constexpr int kRootScales = Unsigned::kScales + 1;
 
   // Extremes and moments of a block, kept between the passes.
   struct Kept {
     LaneExtremes extremes[kMoments + 1];
     native::UnsignedInts smallest_root;  // lane by lane, as bits; if kTellsZeros
-    // The moments, or an unsigned moment's root; weights, if the rule repays; random bits.
-    F x[kMoments + 1 + kIsRandom][kCapacity];
+    // The moments, or an unsigned moment's root; weights, if the rule repays.
+    F x[kMoments + 1][kCapacity];
   };
 
  public:
@@ -55,6 +54,8 @@ class BlockStepper {
         gradient_scale_(call.groups[kernel_row.group].gradient_scale),
         table_(call.tables[kernel_row.codec]),
         format_(kernel_row),
+        dither_(*reinterpret_cast<const float*>(kernel_row.step)),
+        lane_bits_(as_unsigned(lane_index<kPack>()) * dither_.slope),
         signed_table_(table_),
         unsigned_table_(table_) {}
 
@@ -140,6 +141,10 @@ class BlockStepper {
   SHARDOPT_HD bool has_zero_code(const Block& block, int n) const {
     if constexpr (kTellsZeros) return any_zero(block.codes[kUnsigned], n);
     return false;
+  }
+
+  SHARDOPT_HD I random_at(const Block& block, int i) const {
+    return as_signed(lane_bits_ + (block.dither + static_cast<uint32_t>(i) * dither_.slope));
   }
 
   template <class Lanes>
@@ -237,7 +242,9 @@ class BlockStepper {
       for (int k = 0; k < kMoments; ++k) {
         const F x = Codec::kRoot && k == kUnsigned ? root : moment[k];
         if constexpr (!kBlockwise) {
-          store_lanes(block.codes[k] + i, k == kUnsigned ? unsigned_coder.encode(x) : signed_coder.encode(x), lanes);
+          const I random = random_at(block, i);
+          const auto code = k == kUnsigned ? unsigned_coder.encode(x, random) : signed_coder.encode(x, random);
+          store_lanes(block.codes[k] + i, code, lanes);
         } else {
           kept.x[k][i / kStep] = x;
           if (k == kUnsigned) {
@@ -288,17 +295,12 @@ class BlockStepper {
       each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
         const F x = kept[b].x[kUnsigned][i / kStep];
         F unit, &moment = kept[b].x[kSigned][i / kStep];
+        const I random = random_at(block, i);
         if constexpr (kUsual) {
-          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit), lanes);
+          store_lanes(block.codes[kUnsigned] + i, coder.encode_above_zero(x, unit, random), lanes);
           moment = moment * reciprocal(unit);
         } else {
-          if constexpr (kIsRandom) {
-            const I random = block.weights.noise.template bits_at<I>(lane_index<kPack>() + i);
-            kept[b].x[kRandom][i / kStep] = float_from_bits(random);
-            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit, random), lanes);
-          } else {
-            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit), lanes);
-          }
+          store_lanes(block.codes[kUnsigned] + i, coder.encode(x, unit, random), lanes);
           moment = select(bits(x) == 0, F{}, moment * reciprocal(unit));
         }
         if constexpr (kRepays) kept[b].x[kUnsigned][i / kStep] = unit;
@@ -331,7 +333,7 @@ class BlockStepper {
           const Block block = blocks[b].copy();
           each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
             const F x = kept[b].x[kUnsigned][i / kStep];
-            store_lanes(block.codes[kUnsigned] + i, coder.encode(x), lanes);
+            store_lanes(block.codes[kUnsigned] + i, coder.encode(x, random_at(block, i)), lanes);
           });
         }
       }
@@ -353,12 +355,7 @@ class BlockStepper {
         const Block block = blocks[b].copy();
         each_pack(n, [&](int i, auto lanes) __attribute__((always_inline)) {
           const F x = kept[b].x[kSigned][i / kStep];
-          I code;
-          if constexpr (kIsRandom) {
-            code = coder.encode(x, bits(kept[b].x[kRandom][i / kStep]));
-          } else {
-            code = coder.encode(x);
-          }
+          I code = coder.encode(x, random_at(block, i));
           Code* const codes = block.codes[kSigned] + i;
           if constexpr (kShares) code = code + load_lanes<kPack>(codes, lanes);
           store_lanes(codes, code, lanes);
@@ -388,6 +385,8 @@ class BlockStepper {
   const float gradient_scale_;
   const float* const table_;
   const Format format_;
+  const Dither dither_;
+  const UnsignedInts<kPack> lane_bits_;  // of the first pack of a block, less those of its first element
   const FastTable<Signed, kPack> signed_table_;
   const FastTable<Unsigned, kPack> unsigned_table_;
   Block waiting_[kTogether];

@@ -15,18 +15,20 @@ SHARDOPT_HD void each_block(const KernelRow& kernel_row, int64_t begin, int64_t 
   using Code = typename Codec::Code;
   constexpr int kMoments = Rule::Kept::kCount;
   const Format format(kernel_row);
+  const Dither dither(*reinterpret_cast<const float*>(kernel_row.step));
   const int64_t blocks_per_row = (kernel_row.cols + kernel_row.block_size - 1) / kernel_row.block_size;
   int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t col = in_row * kernel_row.block_size, left = kernel_row.cols - col,
                   offset = row * kernel_row.row_stride + col;
     Block<Code, kMoments> block;
-    block.weights = format.weights(kernel_row, row, col, offset);
+    block.weights = weights_at(kernel_row, format, offset);
     block.gradient = reinterpret_cast<const char*>(kernel_row.gradient) + bytes_of(format.gradient()) * offset;
     for (int k = 0; k < kMoments; ++k) {
       block.codes[k] = reinterpret_cast<Code*>(kernel_row.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
     }
     block.scale_index = row * kernel_row.scales_row_stride + in_row;
+    block.dither = dither.from(global_element(kernel_row, row, col)).offset;
     block.n = static_cast<int>(left < kernel_row.block_size ? left : kernel_row.block_size);
     step(block);
     if (++in_row == blocks_per_row) {
@@ -76,7 +78,7 @@ CpuKernel kernel_of_format(const KernelRow& kernel_row) {
   const bool is_it = kernel_row.weight_format == static_cast<int32_t>(kWeight) &&
                      kernel_row.gradient_dtype == static_cast<int32_t>(kGradient);
   if (!is_it) return nullptr;
-  using Format = FixedFormat<kWeight, kGradient, kRoundsAtRandom<typename Codec::Unsigned>>;
+  using Format = FixedFormat<kWeight, kGradient>;
   if constexpr (Codec::Signed::kScales > 0) {
     return step_blocks_of_128<Rule, Codec, Format>;
   } else {

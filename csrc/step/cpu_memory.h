@@ -110,15 +110,9 @@ SHARDOPT_HD bool any_zero(const uint8_t* codes, int n) {
   }
   return native::any_zero(least);
 #else
-  native::Bytes x, zeros{};
-  for (int i = 0; i < n; i += static_cast<int>(sizeof x)) {
-    __builtin_memcpy(&x, codes + i, sizeof x);
-    zeros |= reinterpret_cast<native::Bytes>(x == 0);
-  }
-  uint64_t words[sizeof zeros / 8], found = 0;
-  __builtin_memcpy(words, &zeros, sizeof zeros);
-  for (uint64_t word : words) found |= word;
-  return found != 0;
+  uint8_t least = 255;  // the compiler makes a vector of it
+  for (int i = 0; i < n; ++i) least = codes[i] < least ? codes[i] : least;
+  return least == 0;
 #endif
 }
 
@@ -202,25 +196,12 @@ struct Weights {
   }
 };
 
-// The random bits of elements from a row and column on.
-SHARDOPT_HD Noise noise_at(const KernelRow& kernel_row, int64_t row, int64_t col) {
-  const float step = *reinterpret_cast<const float*>(kernel_row.step);
-  return Noise(kernel_row.noise_key, step, kernel_row.first_element + row * kernel_row.global_row_numel + col);
-}
-
-// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat). kIsRandom:
-// codes are rounded at random.
-template <WeightFormat kWeight, DType kGradient, bool kIsRandom = false>
+// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat).
+template <WeightFormat kWeight, DType kGradient>
 struct FixedFormat {
   SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
   static constexpr WeightFormat weight() { return kWeight; }
   static constexpr DType gradient() { return kGradient; }
-
-  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
-    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(kWeight) * offset,
-            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(kWeight) * offset,
-            kIsRandom ? noise_at(kernel_row, row, col) : Noise{}};
-  }
 };
 
 struct AnyFormat {
@@ -232,13 +213,14 @@ struct AnyFormat {
         gradient_dtype(static_cast<DType>(kernel_row.gradient_dtype)) {}
   WeightFormat weight() const { return weight_format; }
   DType gradient() const { return gradient_dtype; }
-
-  SHARDOPT_HD Weights weights(const KernelRow& kernel_row, int64_t row, int64_t col, int64_t offset) const {
-    return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(weight_format) * offset,
-            reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(weight_format) * offset,
-            noise_at(kernel_row, row, col)};
-  }
 };
+
+// The weights from an element of the tensor on.
+template <class Format>
+SHARDOPT_HD Weights weights_at(const KernelRow& kernel_row, const Format& format, int64_t offset, Noise noise = {}) {
+  return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(format.weight()) * offset,
+          reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(format.weight()) * offset, noise};
+}
 
 // The extremes of some packs, lane by lane: the largest magnitude, and for unsigned numbers the smallest above zero,
 // less one (zero less one wraps around and so does not count).
@@ -273,8 +255,8 @@ template <class Coder, int kPack, class = void>
 struct FastTable {
   SHARDOPT_HD explicit FastTable(const float*) {}
 
-  template <class Lanes = AllLanes>
-  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes = {}, uint8_t rest = 0) const {
+  template <class Lanes>
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes, uint8_t rest) const {
     return coder.decode(load_lanes<kPack>(codes, lanes, rest));
   }
   // Decodes codes in the low bytes of integers.
@@ -288,15 +270,12 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
 
   SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::values_in(t)) {}
 
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t) const {
     Floats<4> found;
     table.look_up(codes, found.x);
     return found * coder.scale;
   }
   // Decodes the codes in `lanes`; the others count as `rest`.
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t = 0) const {
-    return decode(coder, codes);
-  }
   SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, FirstLanes lanes, uint8_t rest) const {
     Floats<4> found;
     table.look_up(codes, lanes.mask, rest, found.x);

@@ -39,9 +39,9 @@ struct CoderPasses {
   void (*measure)(const Extremes& extremes, float* scales);
   void (*decode)(float* to, const void* codes, const float* scales, const float* table, int n, int block_size);
   // unit: receives the decoded values from an unsigned coder of a relative codec. A nullptr as unit or codes is not
-  // written. noise: counts from the run's first element.
+  // written. dither: counts from the run's first element.
   void (*encode)(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
-                 int block_size, const Noise& noise);
+                 int block_size, const Dither& dither);
 };
 
 template <class Coder, class Code>
@@ -59,29 +59,23 @@ enum class Coding { kAlone, kWithUnit, kAdded };
 
 template <class Coder, class Code, Coding kCoding>
 void encode_run(const float* from, void* codes, float* unit, const float* scales, const float* table, int n,
-                int block_size, const Noise& noise) {
+                int block_size, const Dither& dither) {
   const auto to = static_cast<Code*>(codes);
   for (int begin = 0; begin < n; begin += block_size, scales += Coder::kScales) {
     const Coder coder(scales, table);
     const int end = begin + block_size < n ? begin + block_size : n;
     for (int i = begin; i < end; i += kEach) {
       const auto x = load_lanes<kEachPack>(from + i);
-      const auto encode = [&](auto&... decoded) {
-        if constexpr (kRoundsAtRandom<Coder>) {
-          return coder.encode(x, decoded..., noise.bits_at(lane_index<kEachPack>() + i));
-        } else {
-          return coder.encode(x, decoded...);
-        }
-      };
+      const auto random = dither.bits_at(lane_index<kEachPack>() + i);
       if constexpr (kCoding == Coding::kWithUnit) {
         Floats<kEachPack> decoded;
-        const auto code = encode(decoded);
+        const auto code = coder.encode(x, decoded, random);
         if (unit) store_lanes(unit + i, decoded);
         if (to) store_each(to + i, code, end - i);
       } else if constexpr (kCoding == Coding::kAdded) {
-        store_each(to + i, load_each(to + i, end - i) + encode(), end - i);
+        store_each(to + i, load_each(to + i, end - i) + coder.encode(x, random), end - i);
       } else {
-        store_each(to + i, encode(), end - i);
+        store_each(to + i, coder.encode(x, random), end - i);
       }
     }
   }

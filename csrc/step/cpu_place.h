@@ -15,7 +15,8 @@ struct Block {
   const char* gradient;
   Code* codes[kMoments + 1];  // per moment; all equal if moments share codes
   int64_t scale_index;
-  int n;  // elements
+  uint32_t dither;  // the random bits of the first element
+  int n;            // elements
 
   // A copy, member by member. A load of the whole would span several recent stores, for which the processor waits half
   // as long as a block takes.
@@ -26,6 +27,7 @@ struct Block {
 #pragma GCC unroll 4
     for (int k = 0; k < kMoments; ++k) block.codes[k] = codes[k];
     block.scale_index = scale_index;
+    block.dither = dither;
     block.n = n;
     return block;
   }

@@ -39,6 +39,7 @@ class RunStepper {
         phase_(call.phase),
         stores_(call.phase == Phase::kFinish || (call.phase == Phase::kStep && !kernel_row.cut)),
         format_(kernel_row),
+        dither_(*reinterpret_cast<const float*>(kernel_row.step)),
         rule_(passes_of_rule(group_.rule, Rules{})),
         codec_(passes_of_codec(kernel_row.codec, Codecs{})) {
     const float counted = *reinterpret_cast<const float*>(kernel_row.step);
@@ -110,7 +111,9 @@ class RunStepper {
       free += padded;
       return taken;
     };
-    const Weights weights = format_.weights(kernel_row_, row, col, offset_);
+    const int64_t element = global_element(kernel_row_, row, col);
+    const Noise noise(kernel_row_.noise_key, *reinterpret_cast<const float*>(kernel_row_.step), element);
+    const Weights weights = weights_at(kernel_row_, format_, offset_, noise);
     const bool in_place = format_.weight() == WeightFormat::kFloat32 && n_ == padded && stores_;
     run_.param = in_place ? reinterpret_cast<float*>(weights.words) : take();
     run_.gradient = take();
@@ -142,7 +145,7 @@ class RunStepper {
     for (int k = 0; k < rule_.moments; ++k) {  // the rule's results for missing elements must not reach a coder
       for (int i = n_; i < padded; ++i) run_.moments[k][i] = 0.0f;
     }
-    encode(padded, run_.gradient, weights.noise);
+    encode(padded, run_.gradient, dither_.from(element));
     if (stores_ && rule_.repay && codec_.relative) repay(padded, run_.gradient);
     if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
     return skipped;
@@ -163,22 +166,22 @@ class RunStepper {
   }
 
   // unit: scratch memory, which receives the decoded root of a relative codec.
-  void encode(int padded, float* unit, const Noise& noise) {
+  void encode(int padded, float* unit, const Dither& dither) {
     for (int k = 0; k < rule_.moments; ++k) {
       if (is_relative(k)) continue;
       const bool is_unit = codec_.relative && k == rule_.first_unsigned;
-      if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit, noise);
+      if (phase_ != Phase::kRelative || is_unit) encode_moment(k, Phase::kStep, unit, dither);
     }
     if (kernel_row_.cut && phase_ == Phase::kStep) return;  // the unit is not known yet
     for (int k = 0; k < rule_.moments; ++k) {
       if (!is_relative(k)) continue;
       divide_by_unit(run_.moments[k], run_.moments[rule_.first_unsigned], unit, padded);
-      encode_moment(k, Phase::kRelative, unit, noise);
+      encode_moment(k, Phase::kRelative, unit, dither);
     }
   }
 
   // Measures the blocks and encodes them. measured_in: the phase in which the owners of a cut block exchange extremes.
-  void encode_moment(int k, Phase measured_in, float* unit, const Noise& noise) {
+  void encode_moment(int k, Phase measured_in, float* unit, const Dither& dither) {
     const CoderPasses& coder = *coders_[k];
     const float* x = run_.moments[k];
     const int size = kernel_row_.block_size;
@@ -198,7 +201,7 @@ class RunStepper {
     if (kernel_row_.cut && phase_ == Phase::kStep) return;
     const bool is_unit = codec_.relative && k == rule_.first_unsigned;
     if (!stores_ && !is_unit) return;
-    coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size, noise);
+    coder.encode(x, stores_ ? codes(k) : nullptr, is_unit ? unit : nullptr, new_scales, tables_[k], n_, size, dither);
     if (!stores_) return;
     for (int i = 0; i < coder.scales * blocks_; ++i) scales(k)[i] = new_scales[i];
   }
@@ -218,6 +221,7 @@ class RunStepper {
   const Phase phase_;
   const bool stores_;
   const AnyFormat format_;
+  const Dither dither_;
   const RulePasses& rule_;
   const CodecPasses& codec_;
   const CoderPasses* coders_[kMaxMoments];

@@ -82,6 +82,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     for (int k = 0; k < kMoments; ++k) codes_[k] = at<uint8_t>(kernel_row.codes[k], element);
     if constexpr (kHasUnsigned) unsigned_scales_ = at<float>(kernel_row.scales[kUnsigned], block * Unsigned::kScales);
     signed_scales_ = at<float>(kernel_row.scales[kSigned], block * Signed::kScales);
+    dither_ = prepared.dither.from(kernel_row.first_element + element);
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
       noise_ = Noise(kernel_row.noise_key, prepared.step, kernel_row.first_element + element);
     }
@@ -147,6 +148,9 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   // Elements from the lane's first element to the first element of part h.
   SHARDOPT_DEVICE static constexpr int part(int h) { return h * kPart * kBlockLanes; }
 
+  // Elements from the lane's first element to its i-th.
+  SHARDOPT_DEVICE static constexpr int index_of(int i) { return part(i / kPart) + i % kPart; }
+
   template <class T>
   SHARDOPT_DEVICE static void copy(Part<T> (&to)[kParts], const T* from) {
 #pragma unroll
@@ -180,6 +184,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     for (int k = 0; k < kMoments; ++k) codes_[k] += kTurn;
     if constexpr (kHasUnsigned) unsigned_scales_ += kTurnBlocks * Unsigned::kScales;
     signed_scales_ += kTurnBlocks * Signed::kScales;
+    dither_ = dither_.from(kTurn);
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_.first += kTurn;
   }
 
@@ -232,7 +237,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        codes[i] = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i]);
+        codes[i] =
+            Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither_.bits_at(index_of(i)));
       }
       pack_bytes(unsigned_codes, codes, 0);
       if constexpr (kZeros) {
@@ -253,7 +259,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     Signed::measure({bits(largest), 0}, signed_scales);
     const Signed coder(signed_scales, table_, quick_reciprocal(Signed::inverted(signed_scales)));
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) codes[i] = static_cast<uint32_t>(coder.encode(Quick(moment[i])));
+    for (int i = 0; i < kEach; ++i) codes[i] = static_cast<uint32_t>(coder.encode(Quick(moment[i]), 0));
     pack_bytes(signed_codes, codes, 0);
 #pragma unroll
     for (int h = 0; h < kParts; ++h) {
@@ -295,8 +301,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     } else if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int32_t index = part(i / kPart) + i % kPart;
-        high[i / kPart].x[i % kPart] = static_cast<uint16_t>(bf16_at_random(weight[i], noise_.bits_at(index)));
+        high[i / kPart].x[i % kPart] = static_cast<uint16_t>(bf16_at_random(weight[i], noise_.bits_at(index_of(i))));
       }
     } else {
 #pragma unroll
@@ -318,6 +323,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   uint8_t* codes_[kMoments];
   float* unsigned_scales_ = nullptr;
   float* signed_scales_;
+  Dither dither_;
   Noise noise_;
   Found found_;
 };

@@ -141,14 +141,16 @@ class BlockArithmetic {
   // The code of an unsigned moment. Turns a relative signed moment into units of the decoded root; beside a root of
   // zero, clear_beside_zero is to follow.
   template <bool kZeros>
-  SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment) {
+  SHARDOPT_DEVICE static uint32_t encode_unsigned(const Unsigned& coder, float root, float& moment, int32_t random) {
     if constexpr (kRelative) {
       Quick unit;
-      const int32_t code = kZeros ? coder.encode_even(Quick(root), unit) : coder.encode_above_zero(Quick(root), unit);
+      const int32_t code =
+          kZeros ? coder.encode_even(Quick(root), unit, random) : coder.encode_above_zero(Quick(root), unit, random);
       moment = moment * reciprocal(unit).x;
       return static_cast<uint32_t>(code);
     } else {
-      return static_cast<uint32_t>(kZeros ? coder.encode(Quick(root)) : coder.encode_above_zero(Quick(root)));
+      const Quick x(root);
+      return static_cast<uint32_t>(kZeros ? coder.encode(x, random) : coder.encode_above_zero(x, random));
     }
   }
 

@@ -2,7 +2,7 @@
 // several whole rows, or some blocks of a row that is longer than a chunk.
 #pragma once
 
-#include "core/call.h"
+#include "core/dither.h"
 #include "core/target.h"
 #include "step/cuda.h"
 
@@ -47,7 +47,7 @@ struct Chunk {
   int row_blocks;  // blocks of each row
   int row_elements;
   uint32_t inverse;  // 2^16 over the number of long blocks of a row, rounded up; 0 for part of a row
-  uint32_t noise;    // the first element's index in the flattened global parameter, modulo 2^32
+  uint32_t global;   // the first element's index in the flattened global parameter, modulo 2^32
 };
 
 // The chunks of a task, one after the other.
@@ -68,9 +68,7 @@ class ChunkWalk {
     Chunk chunk;
     chunk.element = row_ * kernel_row_.row_stride + block_ * int64_t{kAlignedBlock};
     chunk.scale = row_ * kernel_row_.scales_row_stride + block_;
-    chunk.noise = static_cast<uint32_t>(kernel_row_.first_element) +
-                  static_cast<uint32_t>(row_) * static_cast<uint32_t>(kernel_row_.global_row_numel) +
-                  static_cast<uint32_t>(block_) * kAlignedBlock;
+    chunk.global = static_cast<uint32_t>(global_element(kernel_row_, row_, block_ * int64_t{kAlignedBlock}));
     chunk.rows = 1;
     chunk.row_blocks = shape_.blocks;
     chunk.row_elements = static_cast<int>(kernel_row_.cols);

@@ -15,6 +15,7 @@ struct Prepared {
   Rule rule;
   float gradient_scale;
   float step;
+  Dither dither;
   bool skips;
 };
 

@@ -209,36 +209,10 @@ SHARDOPT_DEVICE void load_weights(float (&to)[kLane], const Streams& streams, co
   }
 }
 
-// Random bits for the lane's elements. `row`, `col`: place of the lane's first element in the kernel row. The bits
-// depend on the block of the global parameter and on the element's place in the block alone; a lane's elements may lie
-// in two blocks.
-SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane], const KernelRow& kernel_row, float step, int64_t row,
-                                int64_t col) {
-  const int64_t first_col = kernel_row.first_element % kernel_row.global_row_numel;
-  const int64_t in_row = first_col + col;
-  const int index = static_cast<int>(in_row & (kernel_row.block_size - 1));
-  const int64_t block = kernel_row.first_element - first_col + row * kernel_row.global_row_numel + in_row - index;
-  const Noise noise(kernel_row.noise_key, step, block);
-  Noise next = noise;
-  if (index + kLane > kernel_row.block_size) next = Noise(kernel_row.noise_key, step, block + kernel_row.block_size);
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) {
-    random[i] =
-        index + i < kernel_row.block_size ? noise.bits_at(index + i) : next.bits_at(index + i - kernel_row.block_size);
-  }
-}
-
-SHARDOPT_DEVICE Vector<uint16_t> bf16_lane_at_random(const float (&x)[kLane], const int32_t (&random)[kLane]) {
-  Vector<uint16_t> v;
-#pragma unroll
-  for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(bf16_at_random(x[i], random[i]));
-  return v;
-}
-
-// Stores weights in their format. at_random: rounds weights with bf16_lane_at_random.
-template <class Random>
-SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& streams, const Span& span,
-                                   Random at_random) {
+// Stores weights in their format. step: the step count. element: index of the first element in the flattened global
+// parameter, modulo 2^32.
+SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& streams, const Span& span, float step,
+                                   uint32_t element) {
   switch (streams.weight_format) {
     case WeightFormat::kFloat32: {
       Vector<float> v;
@@ -260,8 +234,13 @@ SHARDOPT_DEVICE void store_weights(const float (&from)[kLane], const Streams& st
       return store_split<DType::kFloat16, int8_t>(from, streams, span);
     case WeightFormat::kFloat16Plus16:
       return store_split<DType::kFloat16, int16_t>(from, streams, span);
-    case WeightFormat::kBFloat16Stochastic:
-      return store_lane(streams.param, at_random(from), span);
+    case WeightFormat::kBFloat16Stochastic: {
+      const Noise noise(streams.kernel_row.noise_key, step, element);
+      Vector<uint16_t> v;
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) v.x[i] = static_cast<uint16_t>(bf16_at_random(from[i], noise.bits_at(i)));
+      return store_lane(streams.param, v, span);
+    }
     default:
       return store_lane(streams.param, bf16_lane(from), span);
   }

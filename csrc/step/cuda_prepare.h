@@ -28,6 +28,7 @@ SHARDOPT_DEVICE void prepare_row(const CudaCall& call, int64_t i) {
     }
   }
   prepared.gradient_scale = scale;
+  prepared.dither = Dither(prepared.step);
   prepared.skips = group.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
   *const_cast<Prepared<Rule>*>(prepared_of<Rule>(call, i)) = prepared;
 }

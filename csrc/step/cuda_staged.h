@@ -67,7 +67,8 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       : Arithmetic(prepared, table),
         kernel_row_(kernel_row),
         stage_(stage),
-        lane_(static_cast<int>(threadIdx.x) % kWarp) {
+        lane_(static_cast<int>(threadIdx.x) % kWarp),
+        dither_(prepared.dither) {
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_ = Noise(kernel_row.noise_key, prepared.step, 0);
   }
 
@@ -257,11 +258,11 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       usual = usual && Unsigned::is_even(e);
       Unsigned::measure(e, new_scales);
     }
+    const uint32_t global = chunk.global + static_cast<uint32_t>(in_row * kAlignedBlock + in_block) +
+                            static_cast<uint32_t>(row) * static_cast<uint32_t>(kernel_row_.global_row_numel);
+    const Dither dither = dither_.from(global);
     Noise noise = noise_;
-    if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) {
-      noise.first += chunk.noise + static_cast<uint32_t>(row) * static_cast<uint32_t>(kernel_row_.global_row_numel) +
-                     static_cast<uint32_t>(in_row * kAlignedBlock + in_block);
-    }
+    noise.first += global;
     const Unsigned coder(new_scales, table_, kHasUnsigned ? quick_reciprocal(Unsigned::inverted(new_scales)) : 0.0f);
     in_windows<kLanes>(n, [&](auto slots, int start) {
 #pragma unroll
@@ -269,7 +270,8 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
         const int at = start + (i - slots.kBegin) * kLanes;
         store_weight(high + at, low + at, weight[i], noise, at);
         if constexpr (kHasUnsigned) {
-          const uint32_t code = Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i]);
+          const uint32_t code =
+              Arithmetic::template encode_unsigned<kZeros>(coder, root[i], moment[i], dither.bits_at(at));
           unsigned_codes[at] = static_cast<uint8_t>(code);
           Arithmetic::clear_beside_zero(root[i], moment[i]);
         }
@@ -286,7 +288,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 #pragma unroll
       for (int i = slots.kBegin; i < slots.kEnd; ++i) {
         const int at = start + (i - slots.kBegin) * kLanes;
-        signed_codes[at] = static_cast<uint8_t>(encoder.encode(Quick(moment[i])));
+        signed_codes[at] = static_cast<uint8_t>(encoder.encode(Quick(moment[i]), 0));
       }
     });
     if (in_block == 0) {
@@ -316,6 +318,7 @@ class StagedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
   const KernelRow& kernel_row_;
   Stage& stage_;
   const int lane_;
+  const Dither dither_;
   High* high_;  // the chunk's first elements in the stage
   Gradient* gradient_;
   Low* low_ = nullptr;

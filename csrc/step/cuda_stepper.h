@@ -93,16 +93,19 @@ class WarpStepper {
     left_ = kernel_row_.cols - block * block_size;
     element_ = row * kernel_row_.row_stride + block * block_size + lane_ * kLane;
     scale_index_ = row * kernel_row_.scales_row_stride + block;
+    global_ = static_cast<uint32_t>(global_element(kernel_row_, row, block * block_size + lane_ * kLane));
     for (int i = group; i < task.blocks + group; i += groups) {  // every lane takes every turn, to exchange extremes
       n_ = i >= task.blocks ? 0 : static_cast<int>(left_ < block_size ? left_ : block_size);
       take();
       left_ -= groups * block_size;
       element_ += groups * block_size;
+      global_ += static_cast<uint32_t>(groups * block_size);
       scale_index_ += groups;
       while (left_ <= 0) {
         const int64_t blocks = (kernel_row_.cols + block_size - 1) / block_size;
         left_ += blocks * block_size;
         element_ += kernel_row_.row_stride - blocks * block_size;
+        global_ += static_cast<uint32_t>(kernel_row_.global_row_numel - blocks * block_size);
         scale_index_ += kernel_row_.scales_row_stride - blocks;
       }
     }
@@ -257,17 +260,12 @@ class WarpStepper {
       using Coder = typename Unit::Coder;
       const Coder coder(Scales<Coder>(found[kUnsigned]).x, table_);
       Vector<typename Unit::Code> codes;
-      int32_t random[kLane];
-      if constexpr (kRoundsAtRandom<Coder>) load_noise(random);
+      const Dither dither = prepared_.dither.from(global_index());
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         const float x = kept_[kUnsigned][i];
         float unit;
-        if constexpr (kRoundsAtRandom<Coder>) {
-          codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit, random[i]));
-        } else {
-          codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit));
-        }
+        codes.x[i] = static_cast<typename Unit::Code>(coder.encode(x, unit, dither.bits_at(i)));
         if constexpr (kRepays) units_.x[i] = unit;
         const bool is_zero = bits(x) == 0;
         const float inverse = reciprocal(is_zero ? 1.0f : unit);  // not of 0, which takes long
@@ -288,15 +286,10 @@ class WarpStepper {
   SHARDOPT_DEVICE void store_codes(const float* scales) {
     const typename Moment<k>::Coder coder(scales, table_);
     Vector<typename Moment<k>::Code> codes;
-    int32_t random[kLane];
-    if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) load_noise(random);
+    const Dither dither = prepared_.dither.from(global_index());
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      if constexpr (kRoundsAtRandom<typename Moment<k>::Coder>) {
-        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i], random[i]));
-      } else {
-        codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i]));
-      }
+      codes.x[i] = static_cast<typename Moment<k>::Code>(coder.encode(kept_[k][i], dither.bits_at(i)));
       if constexpr (kSharesCodes<Codec>) codes.x[i] += shared_.x[i];
       if constexpr (kRepays && Moment<k>::kIsRelative) {
         const float error = (kept_[k][i] - coder.decode(as_number(codes.x[i]))) * units_.x[i];
@@ -306,19 +299,10 @@ class WarpStepper {
     store_lane(codes_[k], codes, span_);
   }
 
-  SHARDOPT_DEVICE void store_params() const {
-    store_weights(param_, streams_, span_, [this](const float (&x)[kLane]) {
-      int32_t random[kLane];
-      load_noise(random);
-      return bf16_lane_at_random(x, random);
-    });
-  }
+  SHARDOPT_DEVICE void store_params() const { store_weights(param_, streams_, span_, prepared_.step, global_index()); }
 
-  SHARDOPT_DEVICE void load_noise(int32_t (&random)[kLane]) const {
-    const int64_t row = (element_ - lane_ * kLane - (kernel_row_.cols - left_)) / kernel_row_.row_stride;
-    shardopt::SHARDOPT_TARGET::load_noise(random, kernel_row_, prepared_.step, row,
-                                          span_.element - row * kernel_row_.row_stride);
-  }
+  // The span's first element in the flattened global parameter, modulo 2^32.
+  SHARDOPT_DEVICE uint32_t global_index() const { return global_ + static_cast<uint32_t>(span_.element - element_); }
 
   SHARDOPT_DEVICE void store_scales(const Extremes* found) const {
     __syncwarp();  // all lanes have read the old scales
@@ -390,6 +374,7 @@ class WarpStepper {
   int lanes_ = 0, lane_ = 0;  // number of lanes of a block, and this lane's index among them
   int64_t left_ = 0;          // elements from the block's first element to its row's end
   int64_t element_ = 0;       // index of the lane's first element in the block's first chunk
+  uint32_t global_ = 0;       // index of that element in the flattened global parameter, modulo 2^32
   int64_t scale_index_ = 0;   // index of the block in scales and extremes
   int n_ = 0;                 // elements of the block
   Span span_ = {};            // the lane's elements in the current chunk

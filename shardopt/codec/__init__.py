@@ -12,16 +12,7 @@ from shardopt.codec.log8 import Log8
 from shardopt.codec.moments import Decoded, Moment, decode_moments, encode_moments
 from shardopt.codec.plain import BFloat16, Float32
 
-__all__ = [
-    "CODECS",
-    "Codec",
-    "Coded",
-    "Decoded",
-    "Moment",
-    "decode_moments",
-    "encode_moments",
-    "get_codec",
-]
+__all__ = ["CODECS", "Codec", "Coded", "Decoded", "Moment", "decode_moments", "encode_moments", "get_codec"]
 
 CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Log8(), Companded8(), Dynamic8(), Companded16(), Log4(), BFloat16(), Float32())

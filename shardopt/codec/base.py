@@ -17,8 +17,6 @@ from shardopt.kernels.numeric import bits, float_from_bits, reciprocal, round_fm
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
-#: The least scale of roots with 8-bit codes: the square of the smallest code above zero is not zero.
-LEAST_ROOT_SCALE = 2.0**-66
 
 
 class Coded(NamedTuple):
@@ -45,8 +43,10 @@ class Codec(ABC):
     root = True
     #: The code that decodes to zero in a signed moment.
     signed_zero = 0
-    #: The least scale of a block of square roots that is not all zeros.
-    least_root_scale = LEAST_ROOT_SCALE
+    #: Whether a step chooses codes of unsigned moments at random, by the step count and the element's index.
+    random = False
+    #: The least scale of a block of square roots that is not all zeros: the smallest code's square is above zero.
+    least_root_scale = 2.0**-66
 
     @property
     def index(self) -> int:
@@ -62,11 +62,6 @@ class Codec(ABC):
     def shared(self) -> bool:
         """Whether the first and the second moment are packed into one code: the sum of their separate codes (log4)."""
         return bool(_C.codecs[self.name]["shared"])
-
-    @property
-    def random(self) -> bool:
-        """Whether the codec rounds stochastically, with random bits per element."""
-        return bool(_C.codecs[self.name]["random"])
 
     @property
     def blockwise(self) -> bool:
@@ -105,7 +100,7 @@ class Codec(ABC):
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         """Quantizes float32 blocks ``x`` to codes. Unsigned ``x`` holds square roots of the moment if ``self.root``.
 
-        ``random`` are the bits for stochastic rounding (int64, shape of ``x``), which other codecs ignore.
+        Random codecs choose codes by ``random`` (int64 in [0, 2^32), shape of ``x``; csrc/core/dither.h), if given.
         """
 
     @abstractmethod
@@ -119,8 +114,7 @@ class Codec(ABC):
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         """Whether loaded codes and scales decode to finite values, which for unsigned moments are at least zero.
 
-        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``. Reads the
-        scales, and codes only where valid scales do not suffice.
+        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``.
         """
         if signed:
             return are_finite(scales, signed=False)

@@ -16,10 +16,7 @@ class Companded8(Codec):
 
     @cached_property
     def table(self) -> Tensor:
-        """Decoded magnitudes by the code's, q: with ``t = q / 127``, ``y = t / (2 - t)`` solves ``t = 2y / (1 + y)``.
-
-        Entry 128, for the code -128, repeats entry 127.
-        """
+        """Magnitudes ``y = t / (2 - t)`` by |code|; ``t = |code| / 127 = 2 y / (1 + y)``, and entry 128 repeats 127."""
         t = divide(torch.arange(129, dtype=torch.float32, device="cpu").clamp(max=127), 127)
         return t / (2 - t)
 

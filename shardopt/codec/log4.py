@@ -15,9 +15,7 @@ block, with decoded root ``u'``::
     u' = level(q)                                              0 where q = 0
 
 ``h`` is random, a multiple of 2^-16 in [0, 1): the levels around ``u`` are chosen with the probabilities for which the
-mean of ``u'^2`` is ``v``. Rounded to the nearest level, a second moment that changes by less than a level in a step
-could never move. The noise is that of ``stochastic_rounding``: it depends on the seed, the parameter, the step and the
-element's index.
+mean of ``u'^2`` is ``v``. ``h`` depends on the step and the element's index (csrc/core/dither.h).
 
 The first moment ``m`` is encoded in units of ``u'``, as a whole number ``c`` from -7 to 7, and so that the mean of
 ``m'``, the decoded moment, is ``m``. Per block, with another random ``h``::
@@ -48,11 +46,12 @@ from shardopt.kernels.numeric import bits, float_from_bits, fma, reciprocal, rou
 _LEVELS = 17
 _MAGNITUDES = 7
 _SIGNED = 2 * _MAGNITUDES + 1
-_HALF = 0x80008000  # random bits that make h = 1 / 2 for both moments
+_OTHER = 0x9E3779B9  # makes the first moment's random bits of the second's
 
 
 class Log4(Logarithmic):
     name = "log4"
+    random = True
     steps = _LEVELS - 1
     most = 8 << 23  # 8 octaves
 
@@ -65,25 +64,26 @@ class Log4(Logarithmic):
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         """Encodes one moment to its summand of the byte, ``q`` or ``17 * (c modulo 15)``; h = 1 / 2 without random."""
-        random = torch.full_like(x, _HALF, dtype=torch.int64) if random is None else random
-        return self._encode_signed(x, scales, random) if signed else self._encode_root(x, scales, random)
+        if random is None:
+            share = torch.full_like(x, 0.5)
+        else:
+            share = ((random * _OTHER if signed else random) >> 16 & 0xFFFF).float() / 65536
+        return self._encode_signed(x, scales, share) if signed else self._encode_root(x, scales, share)
 
-    def _encode_signed(self, x: Tensor, scales: Tensor, random: Tensor) -> Tensor:
+    def _encode_signed(self, x: Tensor, scales: Tensor, share: Tensor) -> Tensor:
         table, y = self.table.to(x.device), x.abs() * units_in(1, scales)
         z = fma(y * (2 * _MAGNITUDES), reciprocal(y + 1), torch.full_like(y, -0.5))
         lower = round_to_int(z).clamp(0, _MAGNITUDES - 1)
         low, high = table[lower], table[lower + 1]
-        share = (random & 0xFFFF).float() / 65536
         c = lower + (y - low > share * (high - low))
         return (torch.where((x < 0) & (c > 0), _SIGNED - c, c) * _LEVELS).to(torch.uint8)
 
-    def _encode_root(self, x: Tensor, scales: Tensor, random: Tensor) -> Tensor:
+    def _encode_root(self, x: Tensor, scales: Tensor, share: Tensor) -> Tensor:
         top, step = bits(scales[..., :1]), scales[..., 1:]
         whole = step.int()
         below = (bits(x) - (top + whole // 2)).float()
         lower = round_fma(below, reciprocal(step), _LEVELS).clamp(1, _LEVELS - 1)
         low, high = (float_from_bits(top - (_LEVELS - q) * whole) for q in (lower, lower + 1))
-        share = ((random >> 16) & 0xFFFF).float() / 65536
         goes_up = (x - low) * (x + low) > share * ((high - low) * (high + low))
         return torch.where(bits(x) == 0, 0, lower + goes_up).to(torch.uint8)
 

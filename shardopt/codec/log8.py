@@ -9,7 +9,12 @@ The second moment ``v`` is encoded by its root ``u = sqrt(v)``. Per block, with 
     M = max u
     step = max(1, ceil(min(bits(M) - bits(smallest u above 0), 32 octaves) / 254))
     q = max(1, round(fma(bits(u) - bits(M), 1 / step, 255)))    0 where u = 0
+    q = max(1, floor(fma(bits(u) - bits(M), 1 / step, 511 + h)) - 256) within a step
     u' = the float whose bits are bits(M) - (255 - q) * step    0 where q = 0
+
+``h`` is random, an odd multiple of 2^-15 in (0, 1), and the ``fma`` is rounded to a multiple of 2^-15: a step takes one
+of the two codes around ``u``, so that averages keep their level (docs/codecs.md). No ``h`` moves a block's extremes,
+which are whole numbers of steps.
 
 The first moment ``m`` is encoded in units of ``u'``, which is 1 in a rule without a second moment. Per block, with code
 ``q`` and decoded moment ``m'``::
@@ -36,6 +41,7 @@ from shardopt.kernels.numeric import bits, float32, float_from_bits, fma, recipr
 
 class Log8(Logarithmic):
     name = "log8"
+    random = True
     steps = 254
     most = 32 << 23  # 32 octaves
 
@@ -52,8 +58,13 @@ class Log8(Logarithmic):
             y = x * units_in(1, scales)
             return int8_codes(y, fma(float32(-0.7) * 127, y.abs(), float32(1.7) * 127))
         top, step = bits(scales[..., :1]), scales[..., 1:]
-        q = round_fma((bits(x) - top).float(), reciprocal(step), 255).clamp(min=1)
-        return torch.where(x > 0, q, 0).to(torch.uint8)
+        below = (bits(x) - top).float()
+        if random is None:
+            q = round_fma(below, reciprocal(step), 255)
+        else:  # floats from 256 to 512 are multiples of 2^-15
+            h = (random >> 17 | 1).float() * 2.0**-15
+            q = fma(below, reciprocal(step), 511 + h).floor().int() - 256
+        return torch.where(x > 0, q.clamp(min=1), 0).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         if signed:

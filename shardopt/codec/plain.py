@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardopt.codec.base import Codec, are_finite
-from shardopt.kernels.numeric import to_bf16
+from shardopt.kernels.numeric import bits, to_bf16
 
 
 class _Plain(Codec):
@@ -32,15 +32,20 @@ class Float32(_Plain):
 
 
 class BFloat16(_Plain):
-    """Moments rounded to nearest bfloat16; an unsigned moment above zero is never rounded to zero."""
+    """Moments rounded to nearest bfloat16, unsigned ones in a step at random; none above zero is rounded to zero."""
 
     name = "bf16"
+    random = True
     code_dtype = torch.bfloat16
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
-        codes = to_bf16(x)
         if signed:
-            return codes
+            return to_bf16(x)
+        if random is None:
+            codes = to_bf16(x)
+        else:  # the bfloat16 next below or above, above with the probability that makes the mean x
+            words = ((bits(x).long() + (random >> 16)) >> 16).clamp(max=0x7FFF)
+            codes = words.to(torch.int16).view(torch.bfloat16)
         smallest = torch.ones_like(codes, dtype=torch.int16).view(torch.bfloat16)
         return torch.where((codes == 0) & (x > 0), smallest, codes)
 

@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the mean is exact, and updates too
             small for the nearest value are not lost. The noise depends on the seed, the step, the parameter's index in
             the optimizer and the element's index in the parameter, not on the shard or device.
-        stochastic_rounding_seed: seed of that noise, and of log4's, the same on all ranks.
+        stochastic_rounding_seed: seed of that noise, the same on all ranks.
         offload: which memory stores state of GPU parameters. None: the GPU's. "state": the host's; a step streams the
             state through a small buffer on the GPU. "step": the host's, and the CPU runs the step: gradients are
             copied to the host, and parameters back to the GPU.

@@ -108,8 +108,8 @@ class SliceSpec:
 
     @property
     def is_random(self) -> bool:
-        """Whether the step rounds weights or moments stochastically."""
-        return self.weights.stochastic or self.codec.random
+        """Whether the step rounds weights stochastically, with bits that depend on the parameter's number."""
+        return self.weights.stochastic
 
     @property
     def has_column_cut_blocks(self) -> bool:

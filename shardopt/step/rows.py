@@ -166,7 +166,7 @@ def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectang
     shard, size = spec.shard, _block_size(spec)
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
-    elif shard.first_element is not None or not spec.is_random:  # one long row: columns matter for noise only
+    elif shard.first_element is not None or not (spec.is_random or spec.codec.random):
         cols = param.numel()
         rectangles = [Rectangle(0, shard.first_element or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
     else:

@@ -82,7 +82,7 @@ def test_the_tour_is_in_the_order_of_calls(tmp_path: Path) -> None:
 def test_codec_errors() -> None:
     """The errors that docs/codecs.md names are those of the codecs."""
     updates = {name: dict(curves[1]) for name, curves in run(FIGURES / "make_codec_error.py")["measure"]().items()}
-    assert max(updates["log8"].values()) < 0.015
+    assert max(updates["log8"].values()) < 0.02
     assert max(updates["bf16"].values()) < 0.002
     beyond = {"companded8": -2.5, "log4": -3.5, "dynamic8": -4.5}  # decimal logarithms
     for name, least in beyond.items():

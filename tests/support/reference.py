@@ -64,6 +64,13 @@ def noise(key: int, step: int, elements: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def dither(step: int, elements: Tensor) -> Tensor:
+    """The random bits by which codes are chosen, as :func:`noise` for the step alone (csrc/core/dither.h)."""
+    word = 2**32 - 1
+    mixed = key_of_noise(step, 0)
+    return (elements * (mixed >> 32) + (mixed & word)) & word
+
+
 def bf16_at_random(x: Tensor, random: Tensor) -> Tensor:
     """The next bfloat16 below or above in magnitude; above with the probability that makes the mean exact."""
     b = bits(x).long()
@@ -165,8 +172,7 @@ def step(
     roots = [torch.where(skip, o, n) for o, n in zip(old.roots, new.roots, strict=False)]
     kept = [[torch.where(exists, x, 0.0) for x in each] for each in (taken, roots)]
     elements = torch.arange(param.numel()).reshape(param.shape)
-    random = noise(noise_key, step, blocks_of(elements)) if codec.random else None
-    stored = coding.encode_moments(codec, moments, *kept, random=random)
+    stored = coding.encode_moments(codec, moments, *kept, random=dither(step, blocks_of(elements)))
 
     def flat(x: Tensor) -> Tensor:
         return from_blocks(x, cols).reshape(param.shape)
