@@ -146,7 +146,10 @@ class CudaCall:
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
     def _upload_in_graph(self, tables: Sequence[npt.NDArray[np.generic]]) -> None:
-        """Captures the upload of the second section into a CUDA graph, from pinned memory that is kept for replays."""
+        """Captures the upload of the second section into a CUDA graph, from pinned memory that is kept for replays.
+
+        Captures of equal tables share it: a capture cannot allocate any, and an uncaptured step keeps only one ready.
+        """
         packed = _pack_into(torch.empty(self._section_bytes, dtype=torch.uint8, device="cpu"), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, packed)), None)
         if staging is None:
@@ -157,7 +160,8 @@ class CudaCall:
         self._captured_scaling.append(self._scaling)
         self._section_offset = self._section_bytes
         self._memory[self._section_offset : self._section_offset + len(staging)].copy_(staging, non_blocking=True)
-        self._uploaded_groups = self._uploaded_rows = None  # steps outside of the graph read the first section
+        # The first section, which uncaptured steps read, may be out of date now: the next of them uploads it.
+        self._uploaded_groups = self._uploaded_rows = None
 
 
 def make_call(device: torch.device, *operands: Any, **others: Any) -> Call:

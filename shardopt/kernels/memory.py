@@ -29,7 +29,7 @@ def has_memory(tensor: Tensor) -> bool:
 
     True also for tensors without elements, and for a freed storage, which :func:`check_storage` reports.
     """
-    if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:
+    if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:  # storage not at 0
         return True
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor._is_zerotensor()
 
@@ -85,7 +85,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
     known = vars(tensor).get(_INNER_NAME)
     if known is not None and _may_be_inner(inner := getattr(tensor, known), tensor):
         return unwrapped(inner)
-    if tensor.numel() and has_memory(tensor):
+    if tensor.numel() and has_memory(tensor):  # a subclass that stores its elements itself
         return tensor
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else list(vars(tensor))
     inner_names = [name for name in names if _may_be_inner(getattr(tensor, name), tensor)]

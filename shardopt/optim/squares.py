@@ -18,7 +18,8 @@ from shardopt.state.rule import Rule
 class Adagrad(ShardedOptimizer):
     """Adagrad (Duchi et al., JMLR 12, 2011), as in torch: gradients over the root of the sum of all their squares.
 
-    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. Sums end at 2^126.
+    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. A sum above 2^126 is set to
+    2^126 before the next square is added.
     Other arguments and errors as for :class:`shardopt.AdamW`.
 
     Args:
