@@ -37,11 +37,7 @@ def has_memory(tensor: Tensor) -> bool:
 def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError] = RuntimeError) -> None:
     """Checks that a dense tensor's elements lie in memory, within its storage, which ``resize_`` may have freed or cut.
 
-    Args:
-        name: the parameter's name in errors.
-        what: the tensor's role in errors, such as "gradient".
-        tensor: the tensor.
-        error: the class of the error.
+    Errors say the parameter's ``name`` and the tensor's role, ``what``, such as "gradient"; ``error`` is their class.
 
     Raises:
         RuntimeError: the tensor has elements without memory, or outside its storage.

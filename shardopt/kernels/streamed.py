@@ -158,6 +158,7 @@ class _Chunk:
         for field in self.fields:
             addresses = rows[field]  # a view of ``rows``, in which slot addresses replace the home addresses
             copied = (self.extents[field] > 0) & (addresses > 0)
+            # Merged ranges hold several operands: each is as far from its range's start in the slot as at home.
             ranges = np.searchsorted(starts, addresses[copied], side="right") - 1
             offset_in_range = addresses[copied] - starts[ranges]
             addresses[copied] = np.uint64(self.slot.address) + offsets[ranges].astype(np.uint64) + offset_in_range

@@ -146,7 +146,7 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
             unneeded = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and unneeded:  # saved with other hyper-parameters
                 left_out = tensor_spec_of(param, options, unneeded).entries.keys() - spec.entries.keys()
-                left_out |= {moment.name for moment in unneeded}
+                left_out |= {moment.name for moment in unneeded}  # entries of torch, or dequantized ones
                 entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
         with as_value_error(f"param group {number}"):
@@ -232,8 +232,8 @@ def reorder_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping
     groups: list[Mapping[str, Any]] = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         indices, names = saved_group["params"], _names_of(group, group.get("param_names"))
-        # torch's get_optimizer_state_dict puts names in place of numbers. They say the order, not param_names, which
-        # set_optimizer_state_dict does not reorder along with them.
+        # torch's get_optimizer_state_dict puts names in place of numbers, which set_optimizer_state_dict reorders, but
+        # not param_names along with them: the order is that of the names in ``params``.
         is_named = all(isinstance(index, str) for index in indices)
         saved_names = _names_of(saved_group, indices if is_named else saved_group.get("param_names"))
         order = list(range(len(indices)))
