@@ -119,7 +119,7 @@ class CpuCall:
         scale, found_inf, coefficient = scaling
         self._found_inf = found_inf is not None and bool(found_inf.item())
         if scale is not None:
-            groups = groups.copy()
+            groups = groups.copy()  # as other calls of this step use the caller's array, too
             with np.errstate(divide="ignore", over="ignore"):  # scale 0 makes gradients Inf or NaN, as in torch
                 groups["gradient_scale"] *= np.divide(1.0, float(scale))
         if coefficient is not None:

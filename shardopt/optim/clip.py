@@ -77,10 +77,10 @@ def clip_grad_norm_(
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
     optimizers = _optimizers(optimizer)
-    held_releases = list(filter(None, (scaled._internals.held_release for scaled in optimizers)))
+    held_releases = list(filter(None, (each._internals.held_release for each in optimizers)))
     _refuse_held_elsewhere(params, held_releases)
     for release in held_releases:
-        release.collect_grads()
+        release.collect_grads()  # copies to the host what is still in .grad
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
@@ -99,8 +99,8 @@ def clip_grad_norm_(
                 "option nonfinite='raise' names the parameter, or pass error_if_nonfinite=False"
             )
         if optimizers:
-            for scaled in optimizers:
-                scaled._internals.set_clip_coefficient(coefficient)
+            for each in optimizers:
+                each._internals.set_clip_coefficient(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:  # on CUDA, reading it would wait for the device
             norm.scale_gradients(coefficient)
     finally:

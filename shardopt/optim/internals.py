@@ -255,7 +255,7 @@ class Internals:
             self.may_be_dummy_step = False
             return False
         params = self.params
-        if self.released is None or any(param.grad is not None for param in params):
+        if self.released is None or any(param.grad is not None for param in params):  # the same condition as in step()
             self.cached_stepper().prepare(groups, state, scaling)  # creates state; the prepared step is not run
         for param in params:
             shard = shard_of(param)

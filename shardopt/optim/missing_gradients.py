@@ -64,7 +64,8 @@ class MissingGradients:
         if any(param.grad is not None and param.requires_grad for param in params):
             self._warn_of_limits(missing)
         elif missing:
-            if is_first or (not self._warned_of_all and set(missing.values()) == {REPLACED_AFTER}):
+            all_reach_limit = set(missing.values()) == {REPLACED_AFTER}
+            if is_first or (all_reach_limit and not self._warned_of_all):
                 self._warned_of_all = True
                 when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(missing)} parameters and changed nothing", _REPLACED)
