@@ -21,7 +21,7 @@ from torch import Tensor
 
 #: Attribute of a wrapper in which :func:`unwrapped` caches the name of the inner tensor that has the elements.
 _INNER_NAME = "_shardopt_inner"
-_PIECE_BYTES = 16 << 20  # of a copy within host memory, for one worker thread
+_PIECE_BYTES = 16 << 20  # bytes that a worker thread copies at a time, within host memory
 
 
 def has_memory(tensor: Tensor) -> bool:

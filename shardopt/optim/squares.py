@@ -54,7 +54,7 @@ class Adagrad8bit(Adagrad, codec="log8"):
 _SQUARES = Moment("square_avg", signed=False)
 _MEAN = Moment("grad_avg", signed=True)
 _BUFFER = Moment("momentum_buffer", signed=True, own_units=True)  # sums up gradients over their root mean square
-_LEAST_VARIANCE = 2.0**-10  # of the mean square
+_LEAST_VARIANCE = 2.0**-10  # as a share of the mean square: below it, quantization decides the difference
 _RULES = {
     (False, False): Rule("rmsprop", (_SQUARES,)),
     (False, True): Rule("rmsprop_momentum", (_SQUARES, _BUFFER)),
