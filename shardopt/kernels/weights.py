@@ -103,7 +103,7 @@ def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) 
         [-2^(low_bits - 1), 2^(low_bits - 1)).
     """
     infinity = _INFINITY[dtype] << low_bits
-    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # float32's spacing below infinity, in units of the word
+    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # float32's last bit below infinity, in the word
     b = bits(x).long()
     magnitude = b & 0x7FFFFFFF
     if dtype == torch.bfloat16:

@@ -328,7 +328,7 @@ class ShardedOptimizer(OptimizerInterface):
         self.synchronize()
         convert = partial(convert_state_dict, self._internals)
         last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: convert(loaded))  # after the users' hooks
-        try:  # convert_state_dict() refuses {}, as whatever else is no state dict, on all ranks together
+        try:  # what is no dict becomes {}, which convert_state_dict() refuses on all ranks together
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()

@@ -57,7 +57,7 @@ class Muon(ShardedOptimizer):
     Do not give Muon frozen parameters: the ranks exchange every matrix in every step, with or without a gradient.
 
     Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128, and 4
-    per row with ``normalize="rows"``.
+    per row with ``normalize="rows"``. Other arguments as for :class:`shardopt.AdamW`.
 
     Args:
         weight_decay: decay per unit of lr, whatever ``adjust_lr_fn`` says.
