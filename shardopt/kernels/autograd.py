@@ -23,7 +23,7 @@ def without_autograd(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return call(*args, **kwargs)
+                return call(*args, **kwargs)  # again, now outside of inference mode
         with torch.no_grad():
             return function(*args, **kwargs)
 

@@ -73,16 +73,16 @@ class Call(Protocol):
 
 
 def runs_in(phase: _C.Phase, kernel_rows: KernelRows) -> bool:
-    """Whether any kernel row takes part in a phase: ``sums`` needs sums, later phases blocks split between ranks."""
-    return phase == _C.Phase.step or bool(kernel_rows["sums" if phase == _C.Phase.sums else "cut"].any())
+    """Whether any kernel row takes part in a phase.
+
+    All do in ``step``, those of rules with sums in ``sums``, and those of blocks that several ranks share in the rest.
+    """
+    field = "sums" if phase == _C.Phase.sums else "cut"
+    return phase == _C.Phase.step or bool(kernel_rows[field].any())
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Checks that this build of the extension has kernels for a parameter's device.
-
-    Raises:
-        RuntimeError: this build has no kernels for the device.
-    """
+    """Raises RuntimeError if this build of the extension has no kernels for a parameter's device."""
     if device.type == "cpu" or (device.type == "cuda" and _C.with_cuda):
         return
     built = "cpu and cuda" if _C.with_cuda else "cpu"
@@ -119,7 +119,7 @@ class CpuCall:
         scale, found_inf, coefficient = scaling
         self._found_inf = found_inf is not None and bool(found_inf.item())
         if scale is not None:
-            groups = groups.copy()
+            groups = groups.copy()  # as other calls of this step use the caller's array, too
             with np.errstate(divide="ignore", over="ignore"):  # scale 0 makes gradients Inf or NaN, as in torch
                 groups["gradient_scale"] *= np.divide(1.0, float(scale))
         if coefficient is not None:

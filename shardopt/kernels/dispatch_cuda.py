@@ -70,7 +70,8 @@ class CudaCall:
         row_bytes = self._uploaded_rows
         if rows_changed or row_bytes is None:
             self._gradients = self._kernel_rows["gradient"].copy()
-            without_gradients = self._kernel_rows.copy()  # kernels read gradients' addresses from self._gradients
+            # Kernels read gradients' addresses from self._gradients: if only these change, rows need no upload.
+            without_gradients = self._kernel_rows.copy()
             without_gradients["gradient"] = 0
             row_bytes = without_gradients.tobytes()
         changing = [groups, self._kernel_rows, *([self._gradients] if self._uploads_gradients else [])]
@@ -79,7 +80,7 @@ class CudaCall:
             return
         if self._capture_buffer is None:
             self._capture_buffer = _pinned_buffer(self._section_bytes)
-        self._section_offset = 0
+        self._section_offset = 0  # run() reads the first section
         if row_bytes != self._uploaded_rows or self._uploaded_groups is None:
             self._upload(0, *changing)
         else:
@@ -121,9 +122,10 @@ class CudaCall:
         }
         self._rows_offset = _aligned(groups.nbytes)
         self._gradients_offset = self._rows_offset + _aligned(self._kernel_rows.nbytes)
+        # Few addresses of gradients are kernel arguments instead.
         self._uploads_gradients = max(row_count, step_count) > _C.cuda_launched_gradients
         self._section_bytes = self._gradients_offset + (_aligned(8 * row_count) if self._uploads_gradients else 0)
-        begin = 2 * self._section_bytes
+        begin = 2 * self._section_bytes  # constant tables follow the two sections
         *offsets, end = accumulate((_aligned(table.nbytes) for table in constant.values()), initial=begin)
         self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
         self._stream = torch.cuda.current_stream(self._device)  # other streams that use the memory are recorded
@@ -146,7 +148,10 @@ class CudaCall:
         self._memory[offset : offset + len(staging)].copy_(staging, non_blocking=True)
 
     def _upload_in_graph(self, tables: Sequence[npt.NDArray[np.generic]]) -> None:
-        """Captures the upload of the second section into a CUDA graph, from pinned memory that is kept for replays."""
+        """Captures the upload of the second section into a CUDA graph, from pinned memory that is kept for replays.
+
+        Captures of equal tables share it: a capture cannot allocate any, and an uncaptured step keeps only one ready.
+        """
         packed = _pack_into(torch.empty(self._section_bytes, dtype=torch.uint8, device="cpu"), tables)
         staging = next((kept for kept in self._captured if torch.equal(kept, packed)), None)
         if staging is None:
@@ -157,7 +162,8 @@ class CudaCall:
         self._captured_scaling.append(self._scaling)
         self._section_offset = self._section_bytes
         self._memory[self._section_offset : self._section_offset + len(staging)].copy_(staging, non_blocking=True)
-        self._uploaded_groups = self._uploaded_rows = None  # steps outside of the graph read the first section
+        # The first section, which uncaptured steps read, may be out of date now: the next of them uploads it.
+        self._uploaded_groups = self._uploaded_rows = None
 
 
 def make_call(device: torch.device, *operands: Any, **others: Any) -> Call:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 #: Attribute of a wrapper in which :func:`unwrapped` caches the name of the inner tensor that has the elements.
 _INNER_NAME = "_shardopt_inner"
-_PIECE_BYTES = 16 << 20  # of a copy within host memory, for one worker thread
+_PIECE_BYTES = 16 << 20  # bytes that a worker thread copies at a time, within host memory
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -29,7 +29,7 @@ def has_memory(tensor: Tensor) -> bool:
 
     True also for tensors without elements, and for a freed storage, which :func:`check_storage` reports.
     """
-    if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:
+    if tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize:  # storage not at 0
         return True
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor._is_zerotensor()
 
@@ -37,11 +37,7 @@ def has_memory(tensor: Tensor) -> bool:
 def check_storage(name: str, what: str, tensor: Tensor, error: type[RuntimeError] = RuntimeError) -> None:
     """Checks that a dense tensor's elements lie in memory, within its storage, which ``resize_`` may have freed or cut.
 
-    Args:
-        name: the parameter's name in errors.
-        what: the tensor's role in errors, such as "gradient".
-        tensor: the tensor.
-        error: the class of the error.
+    Errors say the parameter's ``name`` and the tensor's role, ``what``, such as "gradient"; ``error`` is their class.
 
     Raises:
         RuntimeError: the tensor has elements without memory, or outside its storage.
@@ -85,7 +81,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
     known = vars(tensor).get(_INNER_NAME)
     if known is not None and _may_be_inner(inner := getattr(tensor, known), tensor):
         return unwrapped(inner)
-    if tensor.numel() and has_memory(tensor):
+    if tensor.numel() and has_memory(tensor):  # a subclass that stores its elements itself
         return tensor
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else list(vars(tensor))
     inner_names = [name for name in names if _may_be_inner(getattr(tensor, name), tensor)]

@@ -66,7 +66,7 @@ class NewtonSchulz:
             x = self._in_float32(x) if kind == "cpu" else self._in_bfloat16(x)
         return x.T if is_tall else x
 
-    def _in_bfloat16(self, x: Tensor) -> Tensor:
+    def _in_bfloat16(self, x: Tensor) -> Tensor:  # on GPUs
         for a, b, c in self.coefficients:  # x <- a x + (b gram + c gram^2) x
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -95,6 +95,7 @@ class NewtonSchulz:
     def workspace(self, rows: int, cols: int, device_type: str) -> int:
         """Bytes of temporary memory that the iteration allocates in addition to the matrix."""
         short, long = min(rows, cols), max(rows, cols)
+        # Two matrices of each shape: on the CPU float32, and a bfloat16 one with which to round; elsewhere bfloat16.
         return (10 * long + 10 * short) * short if device_type == "cpu" else (4 * long + 4 * short) * short
 
 

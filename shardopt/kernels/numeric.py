@@ -16,19 +16,11 @@ def float32(value: float) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` rounded once, in float32.
+    """``a * b + c`` rounded once, for float32 tensors that can be broadcast together.
 
     The product of two float32 values is exact in float64. Their float64 sum is rounded to odd (Boldo & Melquiond,
     "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008), after which rounding
     to float32 gives the correctly rounded result.
-
-    Args:
-        a: float32, any shape.
-        b: float32, broadcastable with ``a``.
-        c: float32, broadcastable with ``a``.
-
-    Returns:
-        float32, the broadcast shape.
     """
     product = a.double() * b.double()
     addend = c.double()

@@ -104,7 +104,8 @@ class StreamedCall:
         for index, chunk in enumerate(chunks):
             transfers.wait_until_filled(chunk.slot)
             chunk.call.run(phase)
-            changed = _NO_COPIES if phase == _C.Phase.sums else chunk.from_slot  # sums only read operands
+            changed = _NO_COPIES if phase == _C.Phase.sums else chunk.from_slot  # sums change no operand
+            # Also without copies: its event tells the next fetch into this slot that the kernels are done.
             chunk.copied_back = transfers.copy_back(chunk.slot, changed)
             if index + _PREFETCHED < len(chunks):
                 following = chunks[index + _PREFETCHED]
@@ -144,7 +145,7 @@ class _Chunk:
     def update_addresses(self, kernel_rows: KernelRows) -> bool:
         """Updates copy ranges and ``kernel_rows`` from all rows' home addresses; returns whether a row changed."""
         rows = kernel_rows[self.rows]  # a copy
-        kept = [field for field in self.fields if field != "gradient"]  # kernels change them, but no gradients
+        kept = [field for field in self.fields if field != "gradient"]  # kernels change no gradient
         self.to_slot = self.from_slot = _copy_ranges(rows, self.extents, kept, 0)
         if "gradient" in self.fields:
             end = int((self.from_slot.offset + self.from_slot.nbytes).max(initial=0))
@@ -155,8 +156,9 @@ class _Chunk:
         order = np.argsort(self.to_slot.home)
         starts, offsets = self.to_slot.home[order], self.to_slot.offset[order]
         for field in self.fields:
-            addresses = rows[field]  # a view: home addresses are replaced by slot addresses
+            addresses = rows[field]  # a view of ``rows``, in which slot addresses replace the home addresses
             copied = (self.extents[field] > 0) & (addresses > 0)
+            # Merged ranges hold several operands: each is as far from its range's start in the slot as at home.
             ranges = np.searchsorted(starts, addresses[copied], side="right") - 1
             offset_in_range = addresses[copied] - starts[ranges]
             addresses[copied] = np.uint64(self.slot.address) + offsets[ranges].astype(np.uint64) + offset_in_range

@@ -34,7 +34,7 @@ class StridedCall:
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def update(self, rows_changed: bool, groups: npt.NDArray[np.void], scaling: LossScaling) -> None:
-        """Prepares a step; see :class:`Call`. In the first step, the inner call allocates its memory here."""
+        """Prepares a step; see :class:`Call`. In the first, the inner call allocates memory, before any change."""
         self._groups, self._scaling = groups, scaling
         if self._last is None:
             self._call.update(True, groups, scaling)

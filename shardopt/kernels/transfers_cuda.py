@@ -30,8 +30,8 @@ class CopyRanges(NamedTuple):
 class Slot:
     """A staging buffer on the kernels' device (uint8), and the CUDA events after its last copies in and out."""
 
-    filled: torch.cuda.Event | None = None
-    emptied: torch.cuda.Event | None = None
+    filled: torch.cuda.Event | None = None  # after the last copy into the slot
+    emptied: torch.cuda.Event | None = None  # after the last copy out of the slot
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.address = memory, memory.data_ptr()
@@ -77,7 +77,7 @@ class CudaTransfers:
     def begin_phase(self) -> None:
         """Call before a phase's first fetch: makes fetches wait for the current stream, which computes gradients."""
         _refuse_capture()
-        _run_postponed_finalizers()
+        _run_postponed_finalizers()  # no capture is under way now
         if self._to_host:
             self._fetch_stream.wait_stream(torch.cuda.current_stream(self._device))
 

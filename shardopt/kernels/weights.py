@@ -16,7 +16,7 @@ _TWO_WORDS = 2**64 - 1
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 _FLOAT16_BEGIN = 112 << 23  # difference of the exponents' biases, float32's minus float16's
-_FLOAT16_NORMAL = 113 << 23  # 2^-14
+_FLOAT16_NORMAL = 113 << 23  # float32 bits of 2^-14, float16's smallest normal number
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) 
         [-2^(low_bits - 1), 2^(low_bits - 1)).
     """
     infinity = _INFINITY[dtype] << low_bits
-    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # of a float32 just below float16's infinity
+    last_place = 8 if (dtype, low_bits) == (torch.float16, 16) else 1  # float32's last bit below infinity, in the word
     b = bits(x).long()
     magnitude = b & 0x7FFFFFFF
     if dtype == torch.bfloat16:

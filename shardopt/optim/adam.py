@@ -26,7 +26,7 @@ def cautious_key(group: Mapping[str, Any]) -> tuple[bool, ...]:
 def cautious_rules(rule: Rule) -> dict[tuple[bool, ...], Rule]:
     """A rule and its cautious variants (csrc/rules/cautious.h), by the flags (cautious, cautious_weight_decay)."""
     name, moments = f"cautious_{rule.name}", rule.moments
-    cautious_decay = Rule(name, moments, has_sums=False)  # needs no count of the elements whose update is left out
+    cautious_decay = Rule(name, moments, has_sums=False)  # scales no update, so counts no kept elements
     cautious = Rule(name, moments)
     return {(False, False): rule, (False, True): cautious_decay, (True, False): cautious, (True, True): cautious}
 
@@ -102,6 +102,7 @@ class AdamW(ShardedOptimizer):
         if group["amsgrad"]:
             return _AMSGRAD
         flags = cautious_key(group)
+        # check_group() calls this before it refuses repay beside a cautious option.
         return _REPAID if repays(group) and not any(flags) else _ADAM[flags]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -117,7 +118,7 @@ class AdamW(ShardedOptimizer):
 
 
 class AdamKin(ShardedOptimizer):
-    """Base class of rules with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
+    """Base class of optimizers with Adam's hyper-parameters and the option ``decoupled_weight_decay``."""
 
     flags = ("decoupled_weight_decay",)
     decoupled = "decoupled_weight_decay"
@@ -126,7 +127,7 @@ class AdamKin(ShardedOptimizer):
 class Adam(AdamW):
     """Adam (arXiv 1412.6980, algorithm 1), whose weight decay is an L2 penalty, added to the gradient.
 
-    Arguments, errors and bytes as for :class:`AdamW`, but for ``cautious_weight_decay``.
+    Arguments, errors and bytes are those of :class:`AdamW`, except that there is no ``cautious_weight_decay``.
     """
 
     decoupled = False

@@ -147,13 +147,13 @@ class LAMB(ShardedOptimizer):
 
     Norms are of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
     over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
-    parameter). A parameter whose own norm or whose direction's is zero is not scaled. A weight that is NaN or infinite
-    makes its whole parameter NaN.
+    parameter). If the norm of a parameter or of its direction is zero, the direction is not scaled. A weight that is
+    NaN or infinite makes its whole parameter NaN.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
     Args:
-        weight_decay: share of the parameter in its direction, before the direction is scaled.
+        weight_decay: ``weight_decay`` times the parameter is added to its direction before the direction is scaled.
     """
 
     only_rule = Rule("lamb", ADAM_MOMENTS)
@@ -174,7 +174,7 @@ class LAMB8bit(LAMB, codec="log8"):
     """:class:`LAMB` with the codec log8 unless ``codec`` says otherwise."""
 
 
-#: ``past_mu`` before the first step: steps, the product of their decay rates, and ``betas[0]`` since then (unknown).
+#: ``past_mu`` before the first step: no steps, the product of no decay rates, and None for a ``betas[0]`` not yet read.
 _NO_PAST: tuple[int, float, float | None] = (0, 1.0, None)
 
 
@@ -264,16 +264,17 @@ class NAdam(AdamKin):
         for group in saved:
             entries = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
             if entries:
-                try:
+                try:  # the count and product of the parameter with the most steps
                     past = max((int(x.get("step", 0)), float(x["mu_product"])) for x in entries)
-                except (TypeError, ValueError, RuntimeError):  # no numbers
+                except (TypeError, ValueError, RuntimeError):  # not numbers
                     past = -1, math.nan  # refused by check_group below, on all ranks
                 group = {"past_mu": (*past, None), **group}
             groups.append(group)
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-def _decay_base(group: Mapping[str, Any]) -> float:  # to the power of the step count: see _mu_product
+def _decay_base(group: Mapping[str, Any]) -> float:
+    """The number ``base`` of which ``beta1 * (1 - 0.5 * base**t)`` is the first moment's decay rate in step ``t``."""
     return float(0.96 ** group["momentum_decay"])
 
 

@@ -49,7 +49,7 @@ class ShardedOptimizer(OptimizerInterface):
     gradients are divided by its scale inside the step.
     """
 
-    _takes_loss_scales = True
+    _takes_loss_scales = True  # until a framework sets _step_supports_amp_scaling to False
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
@@ -126,15 +126,12 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def attach(self, model: Module) -> None:
-        """Reads from the wrapped model how parameters are sharded or replicated, where the tensors do not tell.
+        """Reads from the whole wrapped model how parameters are sharded or replicated, where tensors do not tell.
 
         FSDP1 (``FullyShardedDataParallel``) needs this call before the first step if the model was wrapped before
         shardopt was imported. Muon shares its work among the ranks of a DistributedDataParallel after all of them have
         called. From then on, the noise of stochastic rounding depends on a parameter's number in the model instead of
         its number in the optimizer. Other models need no call, and a call does them no harm.
-
-        Args:
-            model: the wrapped model, whole.
 
         Raises:
             RuntimeError: the model is sharded in a way that shardopt does not know, or that the option ``offload`` does
@@ -229,10 +226,7 @@ class ShardedOptimizer(OptimizerInterface):
         begin here, and go on during the next forward pass.
 
         Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            The closure's loss.
+            closure: evaluates the model again and returns the loss, which ``step`` then returns, too.
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
@@ -250,7 +244,7 @@ class ShardedOptimizer(OptimizerInterface):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if internals.pauses:
+        if internals.pauses:  # DeepSpeed calls step() without gradients while it sets up its engine
             return loss
         if internals.may_be_dummy_step and internals.take_dummy_step(scaling):
             return loss
@@ -259,6 +253,8 @@ class ShardedOptimizer(OptimizerInterface):
         # Gradients held in host memory are checked before any step is taken: an error then changes nothing.
         start_held_steps = None if internals.held_release is None else internals.held_release.prepare_steps(scaling)
         has_gradients = released is None or any(param.grad is not None for _, param in self._all_params())
+        # Without overlap_forward all parameters are stepped when this method returns. With it the worker thread may be
+        # still at the last step, but must not change state while this thread's step checks and moves it.
         if released is not None and (has_gradients or not released.overlaps_forward):
             released.wait()
         if has_gradients:
@@ -268,7 +264,7 @@ class ShardedOptimizer(OptimizerInterface):
             stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
                 internals.missing_gradients.count_step(gradients_changed=stepper.gradients_changed)
-        if start_held_steps is not None:
+        if start_held_steps is not None:  # the worker thread starts once this thread's step is done
             start_held_steps()
         if released is not None:
             released.next_step()
@@ -332,12 +328,12 @@ class ShardedOptimizer(OptimizerInterface):
         self.synchronize()
         convert = partial(convert_state_dict, self._internals)
         last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: convert(loaded))  # after the users' hooks
-        try:
+        try:  # what is no dict becomes {}, which convert_state_dict() refuses on all ranks together
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
         self._internals.clip_coefficient = None  # of gradients of other weights
-        for group, param in self._all_params():
+        for group, param in self._all_params():  # offloaded state goes to the host memory allocated for it
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.move_state(param, self._internals.state_of(param, group), self.state[param])
 

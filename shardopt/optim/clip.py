@@ -39,8 +39,8 @@ def clip_grad_norm_(
     parameters are sharded, on any number of ranks, threads and devices; torch's order of addition depends on them.
     Elements with copies on several ranks count once. Gradients are read once. Each mesh takes one all-reduce of 184
     bytes, which also carries the sums of meshes that are subsets of it. On CUDA the host does not wait for the device
-    in a later call with the same parameters, except on a rank with both plain parameters and parameters on a mesh of
-    some of the job's ranks.
+    in a later call with the same parameters, except on a rank that has both plain parameters and parameters on a mesh
+    of some of the job's ranks.
 
     All ranks that hold parts of the same parameters must call this, with the parameters in the same order.
 
@@ -77,14 +77,14 @@ def clip_grad_norm_(
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
     optimizers = _optimizers(optimizer)
-    held_releases = list(filter(None, (scaled._internals.held_release for scaled in optimizers)))
+    held_releases = list(filter(None, (each._internals.held_release for each in optimizers)))
     _refuse_held_elsewhere(params, held_releases)
     for release in held_releases:
-        release.collect_grads()
+        release.collect_grads()  # copies to the host what is still in .grad
     if not params:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norms.get(params[0])
-    if norm is None or not norm.take_gradients(params):
+    if norm is None or not norm.take_gradients(params):  # no tables, or they no longer fit the parameters
         norm = _norms[params[0]] = GradientNorm(params)
     try:
         if optimizers:
@@ -99,8 +99,8 @@ def clip_grad_norm_(
                 "option nonfinite='raise' names the parameter, or pass error_if_nonfinite=False"
             )
         if optimizers:
-            for scaled in optimizers:
-                scaled._internals.set_clip_coefficient(coefficient)
+            for each in optimizers:
+                each._internals.set_clip_coefficient(coefficient)
         elif total.is_cuda or float(coefficient) != 1.0:  # on CUDA, reading it would wait for the device
             norm.scale_gradients(coefficient)
     finally:
@@ -144,7 +144,11 @@ def _refuse_held_elsewhere(params: Iterable[Tensor], given: Sequence[Any]) -> No
 def _check_parameters(
     params: list[Tensor], with_gradient: list[Tensor], optimizers: Iterable[ShardedOptimizer], on_host: set[Tensor]
 ) -> None:
-    """Raises ValueError unless the parameters with gradients among ``params`` and in the optimizers are the same."""
+    """Raises ValueError unless the parameters with gradients among ``params`` and in the optimizers are the same.
+
+    ``with_gradient`` are the parameters among ``params`` that have a ``.grad``; ``on_host`` are parameters, of the
+    optimizers, whose gradients a release keeps in host memory instead.
+    """
     stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(stepped) == len(params) and all(map(is_, stepped, params)):  # as usual; sets would take longer
         return

@@ -79,11 +79,7 @@ class OptimizerInterface(Optimizer):
         return [{} for _ in self.param_groups]
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Checks the hyper-parameters in a param group.
-
-        Raises:
-            ValueError: one is out of range.
-        """
+        """Raises ValueError if an option or hyper-parameter of a param group is out of this optimizer's range."""
         check_hyper(group, self.beta_count)
         for flag in self.flags:
             check_bool(group, flag)
@@ -97,11 +93,7 @@ class OptimizerInterface(Optimizer):
             )
 
     def check_parameters(self, index: int) -> None:
-        """Checks the parameters of the param group ``index``, which was just added.
-
-        Raises:
-            ValueError: this optimizer cannot step one of the parameters.
-        """
+        """Raises ValueError if this optimizer cannot step a parameter of group ``index``, which was just added."""
 
     def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError before each step unless param groups agree where the rule needs it (Prodigy)."""

@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class Released(Protocol):
-    """Interface to the parameters that the backward pass steps; see ``BackwardRelease`` in shardopt/release."""
+    """A gradient release, as the optimizer uses it; implemented, and documented, by shardopt/release/backward.py."""
 
     @property
     def overlaps_forward(self) -> bool: ...
@@ -90,9 +90,10 @@ class Internals:
         is_numbered: whether any parameter has, or had, a number in the model, which seeds stochastic rounding.
         peers: the ranks whose optimizers have the model's other parameters, if this one has only some of them.
         copies: parameters replicated on several ranks, with the ranks that divide the work of their steps (Muon).
-        released: the parameters that are stepped during the backward pass, if any.
+        released: the gradient release (:func:`shardopt.release_gradients`) that steps parameters, if there is one.
         clip_coefficient: the coefficient by which the next step multiplies gradients, float32, 0-d; None for 1.
         captured: objects that captured CUDA graphs use, kept alive for as long as the optimizer.
+        missing_gradients: warns of parameters that get no gradients.
         pauses: number of active :meth:`paused` blocks; while it is not 0, ``step()`` does nothing.
         may_be_dummy_step: whether the next step may only serve to create state (shardopt/optim/first_state.py): at
             first, and after :meth:`invalidate_steps`.
@@ -204,11 +205,7 @@ class Internals:
         return optimizer.hyper_from_totals([_C.sum_value(words.numpy()) for words in totals])
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
-        """Reads a param group's rule and hyper-parameters for a step, after it normalizes and checks the options.
-
-        Raises:
-            ValueError: a hyper-parameter is out of range.
-        """
+        """Normalizes and checks a param group's options (ValueError), and reads its rule and hyper-parameters."""
         optimizer = self.optimizer
         if isinstance(options, dict):
             convert_sequences(options)
@@ -247,30 +244,28 @@ class Internals:
         """
         groups, state = self.optimizer.param_groups, self.optimizer.state
 
-        def has_begun() -> bool:
+        def has_begun() -> bool:  # a function, as reading step counts may wait for devices, and lr decides most often
             has_held_gradients = self.held_release is not None and bool(self.held_release.host_gradients)
             step_counts = [entries.get("step", 0) for entries in state.values() if isinstance(entries, Mapping)]
             return has_held_gradients or any(map(float, step_counts))
 
+        # Frameworks take dummy steps without a GradScaler or clipping.
         is_scaled = self.clip_coefficient is not None or any(scalar is not None for scalar in scaling)
         if is_scaled or not agree_on_dummy_step(groups, has_begun, self.peers):
             self.may_be_dummy_step = False
             return False
         params = self.params
-        if self.released is None or any(param.grad is not None for param in params):
+        if self.released is None or any(param.grad is not None for param in params):  # the same condition as in step()
             self.cached_stepper().prepare(groups, state, scaling)  # creates state; the prepared step is not run
         for param in params:
             shard = shard_of(param)
-            if isinstance(shard, FlatShard) and shard.start == shard.end:  # FSDP1 gives it no gradient, so no state
+            has_no_elements_here = isinstance(shard, FlatShard) and shard.start == shard.end
+            if has_no_elements_here:  # frameworks make a gradient for it, but FSDP1 never does: it never gets state
                 state.pop(param, None)
         return True
 
     def begin_release(self, released: Released) -> None:
-        """Registers parameters that are stepped in the backward pass (:func:`shardopt.release_gradients`).
-
-        Raises:
-            RuntimeError: gradients are released already.
-        """
+        """Registers a release (:func:`shardopt.release_gradients`); RuntimeError if there is one already."""
         if self.released is not None:
             raise RuntimeError(
                 "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
@@ -321,8 +316,9 @@ class Internals:
     def with_clip_coefficient(self, scaling: LossScaling) -> LossScaling:
         """Returns a step's scaling with :attr:`clip_coefficient`, unless the clipped gradients are no longer there.
 
-        The coefficient is left out if a sampled gradient was changed in place or replaced, or all of them are gone. A
-        warning tells so unless none of them is left, as after ``model.zero_grad()``.
+        The coefficient is left out if a sampled gradient was changed in place or replaced, or if no sampled parameter
+        has a gradient any more. Warns of this if some of the clipped gradients are still there: if all are new or gone,
+        as after ``model.zero_grad()``, the user has discarded the clipped ones.
 
         Raises:
             RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
@@ -343,7 +339,9 @@ class Internals:
             if param.grad is sample.gradient():
                 same += 1
                 unchanged += param.grad._version == sample.version
-        if unchanged == with_gradient and (with_gradient or not self._clip_samples):
+        # Without samples all gradients were on the host, or had no version: they count as unchanged.
+        all_gone = bool(self._clip_samples) and with_gradient == 0
+        if unchanged == with_gradient and not all_gone:
             return scaling._replace(coefficient=self.clip_coefficient)
         if same:
             warn_user(

@@ -122,7 +122,7 @@ def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict
                 adopted = spec.state_from_loaded(of_param, internals.residency.decide(param).state_device, name)
                 spec.check_values(adopted, name)
                 state[index] = WrappedState(adopted)
-            elif of_param is not None:
+            elif of_param is not None:  # the state dict has an empty dict for the parameter, which stays one
                 state[index] = {}
         return state
 
@@ -146,7 +146,7 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
             unneeded = tuple(moment for moment in optimizer.optional_moments if moment not in spec.moments)
             if entries and unneeded:  # saved with other hyper-parameters
                 left_out = tensor_spec_of(param, options, unneeded).entries.keys() - spec.entries.keys()
-                left_out |= {moment.name for moment in unneeded}
+                left_out |= {moment.name for moment in unneeded}  # entries of torch, or dequantized ones
                 entries = {key: value for key, value in entries.items() if key not in left_out}
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
         with as_value_error(f"param group {number}"):
@@ -158,7 +158,8 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
                     "state into an optimizer of the class that saved it"
                 )
             ranges = flat_ranges(group["params"])
-            is_of_this_rank &= ranges is None or saved_group.get(HELD_ELEMENTS) in (None, ranges)
+            saved_ranges = saved_group.get(HELD_ELEMENTS)  # None if the state was not saved from flat shards
+            is_of_this_rank &= ranges is None or saved_ranges is None or saved_ranges == ranges
     return _Matched(groups, loaded, is_of_this_rank)
 
 
@@ -206,11 +207,7 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
 
 
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
-    """Returns one parameter's entries in a state dict after checking their types; None if there are none.
-
-    Raises:
-        ValueError: the entries are no dict with text keys.
-    """
+    """Returns a parameter's entries in a state dict, or None; ValueError if they are no dict with text keys."""
     if entries is None or (isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)):
         return entries
     raise ValueError(
@@ -235,7 +232,8 @@ def reorder_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping
     groups: list[Mapping[str, Any]] = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):
         indices, names = saved_group["params"], _names_of(group, group.get("param_names"))
-        # torch's get_optimizer_state_dict has names in place of numbers; set_optimizer_state_dict reorders these alone.
+        # torch's get_optimizer_state_dict puts names in place of numbers, which set_optimizer_state_dict reorders, but
+        # not param_names along with them: the order is that of the names in ``params``.
         is_named = all(isinstance(index, str) for index in indices)
         saved_names = _names_of(saved_group, indices if is_named else saved_group.get("param_names"))
         order = list(range(len(indices)))

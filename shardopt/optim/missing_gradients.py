@@ -36,7 +36,7 @@ class MissingGradients:
         self._warned_of: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Forgets the counts, and that there was no step yet."""
+        """Forgets all counts. The next step does not count as the first, after which missing gradients warn at once."""
         self._is_first_step = False
         self._missing_steps.clear()
 
@@ -51,6 +51,7 @@ class MissingGradients:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         before, is_first = self._missing_steps, self._is_first_step
         missing = {
+            # Parameters not in ``before`` lost their gradient in this step: any change of the set causes a scan.
             param: before[param] + self._steps_since_scan if param in before else 1
             for param in params
             # A rank without elements of a DTensor never gets a gradient of it.
@@ -63,7 +64,8 @@ class MissingGradients:
         if any(param.grad is not None and param.requires_grad for param in params):
             self._warn_of_limits(missing)
         elif missing:
-            if is_first or (not self._warned_of_all and set(missing.values()) == {REPLACED_AFTER}):
+            all_reach_limit = set(missing.values()) == {REPLACED_AFTER}
+            if is_first or (all_reach_limit and not self._warned_of_all):
                 self._warned_of_all = True
                 when = "the first step" if is_first else f"each of {REPLACED_AFTER} steps"
                 _warn(f"{when} found no gradient in any of {len(missing)} parameters and changed nothing", _REPLACED)
@@ -107,7 +109,7 @@ def _in_modules(params: Iterable[Tensor]) -> set[int]:
     wanted = set(map(id, params))
     found: set[int] = set()
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), Module):
+        if issubclass(type(candidate), Module):  # not isinstance(), which runs code of lazy proxies (__class__)
             found.update(id(param) for param in vars(candidate).get("_parameters", {}).values() if id(param) in wanted)
     return found
 

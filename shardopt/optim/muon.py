@@ -57,14 +57,11 @@ class Muon(ShardedOptimizer):
     Do not give Muon frozen parameters: the ranks exchange every matrix in every step, with or without a gradient.
 
     Bytes of state per parameter of a matrix: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128, and 4
-    per row with ``normalize="rows"``.
+    per row with ``normalize="rows"``. Other arguments as for :class:`shardopt.AdamW`.
 
     Args:
-        params: parameters or param groups, as for torch.optim.
-        lr: learning rate, a float or a 0-d tensor.
         weight_decay: decay per unit of lr, whatever ``adjust_lr_fn`` says.
         momentum: decay rate of the momentum.
-        nesterov: use Nesterov momentum.
         ns_coefficients: coefficients of the Newton-Schulz iteration: three numbers, or three for each step (further
             steps take the last three); or "polar_express" (arXiv 2505.16932).
         eps: the least norm that a matrix is divided by; in groups for AdamW the number added to the root of the second
@@ -73,7 +70,6 @@ class Muon(ShardedOptimizer):
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
             decay carry over; "spectral_norm" for ``sqrt(m / n)``.
-        algorithm: "muon", "adamw" or "lion".
         normalize: "rows" for NorMuon (arXiv 2510.05491): the rows of an orthogonalized matrix, one per output, are
             divided by the roots of their second moments, and the result has the former norm again. State has 4 bytes
             more per row.
@@ -203,7 +199,7 @@ class NorMuon8bit(NorMuon, codec="log8"):
 def _muon_rule(
     coefficients: tuple[Coefficients, ...], eps: float, adjust_lr_fn: str, split: Split, row_decay: float | None
 ) -> Rule:
-    """Muon's rule for one set of hyper-parameters; cached, as every step asks for it and compares it with the last."""
+    """Makes Muon's rule for a set of hyper-parameters; cached, as every step compares it with the last step's."""
     newton_schulz = NewtonSchulz(coefficients, eps)
     orthogonalized = Orthogonalized(newton_schulz, split, _FACTORS[adjust_lr_fn], "muon_apply", row_decay)
     return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)

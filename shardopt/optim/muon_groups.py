@@ -38,7 +38,7 @@ def muon_groups(
       a module or parameter "head", "wte" or "wpe" in them;
     - parameters that match ``exclude``.
 
-    Calls and patterns are as for :func:`shardopt.param_groups`. Look at ``table()`` of the result.
+    When to call it, and how patterns match, is as for :func:`shardopt.param_groups`. Check the result's ``table()``.
 
     Args:
         model: the model.
@@ -68,7 +68,7 @@ def muon_groups(
     embeddings = [*_EMBEDDING_PATTERNS, *(escape(name) for name in _embedding_weights(model))]
     rest_options: dict[str, Any] = {"algorithm": other, "lr": adamw_lr}
     if other == "lion":
-        rest_options["betas"] = (0.9, 0.99)
+        rest_options["betas"] = (0.9, 0.99)  # Lion's default in place of Muon's, which suits AdamW
     options: dict[str, dict[str, Any]] = {}
     for pattern in (*exclude, *split):
         if not any(_matches(parameter, [pattern]) for parameter in parameters):
@@ -88,7 +88,7 @@ def muon_groups(
                     )
                 chosen["split"] = value
         options[escape(parameter.names[0])] = chosen
-    for pattern, pattern_options in overrides.items():  # last, as the last pattern that matches wins
+    for pattern, pattern_options in overrides.items():  # moved to the end, as the last pattern that matches wins
         options[pattern] = {**options.pop(pattern, {}), **pattern_options}
     return param_groups(model, options, no_decay)
 

@@ -86,8 +86,8 @@ class _Part(NamedTuple):
     """A parameter of the unwrapped model that is stored in a tensor of the wrapped one; flat tensors have several."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-    float32_state: bool
+    shape: tuple[int, ...]  # global
+    float32_state: bool  # whether its state stays float32, as StableEmbedding's does
 
 
 def param_groups(
@@ -212,11 +212,7 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
 
 
 def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
-    """Computes the options of an optimizer tensor, which must be the same for all model parameters in the tensor.
-
-    Raises:
-        ValueError: two parts have different options.
-    """
+    """The options of an optimizer tensor; raises ValueError unless all model parameters in it have the same options."""
     found: list[_Options] = []
     for part in parts:
         options: _Options = {} if rates is None else {"lr": rates.lr(part.names, part.shape)}

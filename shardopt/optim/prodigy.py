@@ -97,7 +97,7 @@ class Prodigy(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """The base class's hyper-parameters with ``d``, ``beta3`` and ``bias_correction``, and ``eps`` times ``d``."""
+        """Adds ``d``, ``beta3`` and ``bias_correction`` to the hyper-parameters, and multiplies ``eps`` by ``d``."""
         first = self.param_groups[0]
         return {
             **super().hyper(group),
@@ -127,11 +127,14 @@ class Prodigy(ShardedOptimizer):
                 )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
-        """Estimates ``d`` for the next step (algorithm 4 with prodigyopt's options), and writes it into all groups."""
+        """Estimates ``d`` for the next step, as prodigyopt does, and writes it into all param groups.
+
+        The present step uses the old ``d``, but its ``eps`` is multiplied by the new one: see csrc/rules/prodigy.h.
+        """
         groups, first = self.param_groups, self.param_groups[0]  # all have the same estimate
         lr = max(float(group["lr"]) for group in groups)  # the same in all groups, or 0
         distance, s_norm = totals  # <g, p0 - p> and the 1-norm of s
-        if s_norm == 0.0:  # no gradient yet
+        if s_norm == 0.0:  # no gradient yet: with d=0 the step changes no weight
             return [{"d": 0.0} for _ in groups]
         d, beta3 = first["d"], _beta3(first)
         numerator = beta3 * first["d_numerator"] + d / first["d0"] * d * lr * _bias_correction(first) * distance
@@ -162,7 +165,7 @@ class Prodigy(ShardedOptimizer):
             raise ValueError(f"k: got {group['k']!r:.80}, expected a whole number >= 0; {REMEDY}")
 
 
-def _beta3(group: Mapping[str, Any]) -> float:  # with the default
+def _beta3(group: Mapping[str, Any]) -> float:  # the option, or the root of betas[1] if it is None
     beta3 = group["beta3"]
     return math.sqrt(group["betas"][1]) if beta3 is None else float(beta3)
 

@@ -18,7 +18,8 @@ from shardopt.state.rule import Rule
 class Adagrad(ShardedOptimizer):
     """Adagrad (Duchi et al., JMLR 12, 2011), as in torch: gradients over the root of the sum of all their squares.
 
-    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. Sums end at 2^126.
+    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.062 with log8 in blocks of 128. A sum above 2^126 is set to
+    2^126 before the next square is added.
     Other arguments and errors as for :class:`shardopt.AdamW`.
 
     Args:
@@ -53,7 +54,7 @@ class Adagrad8bit(Adagrad, codec="log8"):
 _SQUARES = Moment("square_avg", signed=False)
 _MEAN = Moment("grad_avg", signed=True)
 _BUFFER = Moment("momentum_buffer", signed=True, own_units=True)  # sums up gradients over their root mean square
-_LEAST_VARIANCE = 2.0**-10  # of the mean square
+_LEAST_VARIANCE = 2.0**-10  # as a share of the mean square: below it, quantization decides the difference
 _RULES = {
     (False, False): Rule("rmsprop", (_SQUARES,)),
     (False, True): Rule("rmsprop_momentum", (_SQUARES, _BUFFER)),
