@@ -47,7 +47,7 @@ class Model:
         name: the name in the table's heading: a size such as "7B", or transformers' type of model.
         parameters: its parameters; one that several modules share is listed once.
         note: assumptions about the model that the user should know.
-        embeddings: the shapes of its embeddings, which Muon leaves to AdamW, as it does output layers of these shapes.
+        embeddings: shapes that count as stepped by AdamW under Muon: of embeddings, and so of output layers like them.
     """
 
     name: str

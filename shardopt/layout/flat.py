@@ -151,4 +151,4 @@ class FlatBuffer(Shard):
 
     @property
     def holders(self) -> RankGroup | None:
-        return self.segments[0].shard.holders if self.segments else None
+        return self.segments[0].shard.holders if self.segments else None  # all segments have the same ranks

@@ -127,9 +127,9 @@ class Shard(_ProcessLocal):
         scales, row_dims = self.scales(grid), self._row_dims(grid)
         rows, local_cols = math.prod(self.local_shape[:row_dims]), math.prod(self.local_shape[row_dims:])
         row_numel = math.prod(self.global_shape[row_dims:])
-        row_blocks = scales.cols // math.prod(self.local_shape[1:row_dims])
+        row_blocks = scales.cols // math.prod(self.local_shape[1:row_dims])  # scales from row to row
         first_element = self.indices[0][0] * self.row_numel if self.indices else 0
-        first_block = scales.indices[1][0]
+        first_block = scales.indices[1][0]  # the column, in the matrix of scales, where this rank's scales begin
         rectangles, start = [], 0
         for col, stop in contiguous_ranges(self.global_shape[row_dims:], self.indices[row_dims:]):
             element, cols, block = first_element + col, stop - col, col // grid.block_size - first_block

@@ -234,7 +234,7 @@ class StateResidency:
         entries = []
         for param, state in self._optimizer.state.items():
             if not state or not can_offload(param.device) or self.decide(param).offload is not None:
-                continue
+                continue  # no state, or the state is in host memory already
             spec = self._state_of(param, group_of[param]) if param in group_of else None
             for key, value in state.items():
                 is_movable = type(value) is Tensor if spec is None else key in spec.entries
