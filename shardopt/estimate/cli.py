@@ -15,6 +15,7 @@ Memory of the weights, gradients and optimizer state of a model, per parameter, 
 float32 to 8-bit state with all that saves memory, and a row for options. Needs neither a GPU nor a process group."""
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: Arguments that become the row's optimizer options, and those that become its fields of :class:`Setup`.
 _OPTIONS = ("codec", "block_size", "master_weight_bits", "offload")
 _SETUP = ("optimizer", "dtype", "backend", "world_size", "gpus_per_node", "release_gradients", "zero_offload")
 #: Columns of the table: fields of :class:`shardopt.report.MemoryUse`, with their headings.
@@ -46,7 +47,7 @@ def table(model: Model, rows: Mapping[str, Setup]) -> str:
     for name, setup in rows.items():
         report = estimate(model, setup)
         nbytes = [*(getattr(report.device, kind) for kind in _COLUMNS), report.device.total]
-        digits = 2 if report.device.total >= model.numel else 4
+        digits = 2 if report.device.total >= model.numel else 4  # less than 1 byte per parameter, as on many ranks
         gib = (report.device.total / 2**30, min(setup.gpus_per_node, setup.world_size) * report.host.total / 2**30)
         cells.append([name, *(f"{n / model.numel:.{digits}f}" for n in nbytes), *(f"{x:.2f}" for x in gib)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -57,7 +58,7 @@ def table(model: Model, rows: Mapping[str, Setup]) -> str:
 
 
 def _notes(model: Model, setups: Collection[Setup]) -> list[str]:
-    """Lines to print below the table: what its numbers include, and what each back end needs in addition."""
+    """Lines to print below the table: what its numbers include, and what the back ends in it need in addition."""
     used = {setup.backend for setup in setups}
     notes = [
         "Bytes per parameter of the whole model, on the GPU that holds most; what is offloaded is in GiB per host.",

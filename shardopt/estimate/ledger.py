@@ -88,12 +88,12 @@ class Setup:
                 "or zero3, or 'all' with zero3; use offload elsewhere"
             )
         offload = self.options.get("offload")
-        is_fsdp1_step = self.backend == "fsdp1" and offload == "step"  # the CPU steps no flat shards
+        is_fsdp1_step = self.backend == "fsdp1" and offload == "step"  # offload="step" refuses flat shards
         if offload is not None and (self.zero_stage or is_fsdp1_step):
             raise ValueError(f"offload: got {offload!r} with {self.backend}, expected zero_offload, or fsdp2")
         optimizer, group = self.make_optimizer()
         if self.release_gradients:
-            check_totals(optimizer, group)
+            check_totals(optimizer, group)  # raises for rules with sums over all gradients
 
     @property
     def zero_stage(self) -> int:
@@ -107,7 +107,7 @@ class Setup:
         return torch.float32 if deepspeed_has_masters else DTYPES[self.dtype]
 
     def make_optimizer(self) -> tuple[ShardedOptimizer, dict[str, Any]]:
-        """Makes an optimizer of an empty parameter, which validates the options; returns it with its param group."""
+        """Makes an optimizer of an empty parameter; returns it and its only param group. Raises on wrong options."""
         nothing = torch.empty(0, 0, dtype=self.stepped_dtype, device="meta")
         optimizer = OPTIMIZERS[self.optimizer]([nothing], **self.options)
         return optimizer, optimizer.param_groups[0]
@@ -119,7 +119,8 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
     unit_numel: Counter[int | str] = Counter()  # by FSDP unit, whose gradients are complete at the same time
     for parameter, shard in zip(model.parameters, shards, strict=True):
         unit_numel[parameter.unit] += math.prod(shard.local_shape)
-    ranks = setup.world_size if setup.backend == "fsdp1" or setup.zero_stage else 1  # that share all elements equally
+    # FSDP1 and ZeRO divide all elements equally among this many ranks; FSDP2's shards have been divided already.
+    ranks = setup.world_size if setup.backend == "fsdp1" or setup.zero_stage else 1
     numel = sum(unit_numel.values())
     owned = -(-numel // ranks)
     report = MemoryReport(numel=numel if setup.zero_stage in (1, 2) else owned)
@@ -140,7 +141,7 @@ def estimate(model: Model, setup: Setup) -> MemoryReport:
 
 
 def _rank0_shard(parameter: ParameterShape, setup: Setup) -> Shard:
-    """Rank 0's shard of a parameter under FSDP2; otherwise the whole parameter, of which callers take a share."""
+    """Rank 0's shard of a parameter under FSDP2; otherwise the whole parameter: ``estimate`` divides by the ranks."""
     is_cut = setup.backend == "fsdp2" and setup.world_size > 1
     shard = Shard(parameter.shape, GridPartition((Cut(0, setup.world_size, 1),)) if is_cut else UNCUT)
     return shard.with_float32_state() if parameter.float32_state else shard
@@ -149,7 +150,7 @@ def _rank0_shard(parameter: ParameterShape, setup: Setup) -> Shard:
 def _add_state(
     use: MemoryUse, shards: Mapping[Shard, int], ranks: int, setup: Setup, embeddings: Collection[Shape]
 ) -> None:
-    """Adds the optimizer's state of ``shards`` (how often each occurs) to ``use``, divided among ``ranks``."""
+    """Adds the bytes of the optimizer's state to ``use``: of ``shards`` (with counts), divided among ``ranks``."""
     optimizer, group = setup.make_optimizer()
     nbytes_of: Counter[str] = Counter()  # by kind of state
     for shard, count in shards.items():
@@ -159,14 +160,14 @@ def _add_state(
         for key, value in spec.new_state(torch.device("meta")).items():
             nbytes_of[kind_of(key)] += count * value.nbytes
     for kind, nbytes in nbytes_of.items():
-        setattr(use, kind, getattr(use, kind) - (-nbytes // ranks))
+        setattr(use, kind, getattr(use, kind) + -(-nbytes // ranks))  # rounded up
 
 
 def _add_zero(report: MemoryReport, numel: int, owned: int, setup: Setup) -> None:
     """Adds DeepSpeed's weights, masters, gradients and staging buffers, at the time of the optimizer's step.
 
-    Of N elements a rank owns n, in sub-groups of s. w are bytes of a weight, m of what is stepped; between asterisks:
-    on the host. Masters are the weights where both lie on one side and m = w.
+    Of N elements a rank owns n and steps s at a time (a sub-group). w is the bytes of a weight, m those of a stepped
+    element. *Asterisks*: on the host. No masters are counted if m = w and the weights are there, too.
 
     ===============  ========  =======  ===================================
     ZeRO, offload    weights   masters  gradients

@@ -30,7 +30,7 @@ class ParameterShape(NamedTuple):
 
     Attributes:
         shape: its shape before sharding.
-        unit: the FSDP unit in which it is gathered: usually its layer.
+        unit: number or name of the FSDP unit with which it is gathered: usually its layer.
         float32_state: whether its moments stay in float32, as for the weight of a StableEmbedding.
     """
 
@@ -47,7 +47,7 @@ class Model:
         name: the name in the table's heading: a size such as "7B", or transformers' type of model.
         parameters: its parameters; one that several modules share is listed once.
         note: assumptions about the model that the user should know.
-        embeddings: the shapes of its input and output embeddings.
+        embeddings: shapes that count as stepped by AdamW under Muon: of embeddings, and so of output layers like them.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Model:
 
     @classmethod
     def of(cls, name: str, module: Module) -> Model:
-        """Describes a module, also one on the meta device. Each numbered layer is an FSDP unit, the rest is another."""
+        """Describes a module, also one on the meta device. Each numbered layer is an FSDP unit, and the rest is one."""
         parameters = []
         for key, param in module.named_parameters():
             layer = _LAYER_NAME.match(key)
             unit = layer[1] if layer else ""
             parameters.append(ParameterShape(tuple(param.shape), unit, keeps_float32_state(param)))
-        embeddings = {tuple(each.weight.shape) for each in module.modules() if isinstance(each, Embedding)}
+        embeddings = {tuple(child.weight.shape) for child in module.modules() if isinstance(child, Embedding)}
         return cls(name, tuple(parameters), embeddings=frozenset(embeddings))
 
     @classmethod
@@ -97,8 +97,8 @@ class Model:
     def of_size(cls, text: str) -> Model:
         """Describes a model of which only the size is known: as large matrices, without rows shorter than a block.
 
-        ``text`` is the number of parameters, such as "125M", "7B", "1.3e9". Raises ValueError if it is not one of a
-        model's size.
+        ``text`` is the number of parameters, such as "125M", "7B", "1.3e9". Raises ValueError if it is no number, or
+        below 4096 or above 10T.
         """
         match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
         size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0

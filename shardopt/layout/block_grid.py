@@ -61,8 +61,6 @@ class Rectangle(NamedTuple):
     Attributes:
         local_start: index of the first element in the local tensor.
         first_element: index of the first element in the flattened parameter.
-        rows: number of rows.
-        cols: number of columns.
         row_stride: elements from row to row in the local tensor.
         global_row_numel: elements from row to row in the flattened parameter.
         local_block: index, in the local scales, of the block that holds the first element.
@@ -118,6 +116,7 @@ class Rectangle(NamedTuple):
             one_row, col = self.rows_from(row, 1), self.first_col
             while col < end:
                 stop = min(col // block_size * block_size + part_cols, end)
+                # A single row has no gaps between rows: kernels see this by a stride that equals the columns.
                 yield one_row.columns(col, stop, block_size)._replace(row_stride=stop - col)
                 col = stop
 
@@ -125,26 +124,27 @@ class Rectangle(NamedTuple):
         """Splits the rectangle, in order, so that a part begins at each of some elements of the local tensor.
 
         Args:
-            starts: indices of these elements, ascending; the others than this rectangle's are ignored. If the rectangle
-                has several rows, each element begins a row.
+            starts: indices of these elements, ascending; indices outside of the rectangle are ignored. If the rectangle
+                has several rows, each element begins a row of the local tensor.
         """
         rest = self
         for start in starts:
             numel = start - rest.local_start
-            if not 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols:
+            is_inside = 0 < numel < (rest.rows - 1) * rest.row_stride + rest.cols
+            if not is_inside:
                 continue
             if rest.rows == 1:
                 yield rest._replace(cols=numel)
                 first_element = rest.first_element + numel
                 rest = rest._replace(local_start=start, first_element=first_element, cols=rest.cols - numel)
             else:
-                rows = -(-numel // rest.row_stride)
+                rows = -(-numel // rest.row_stride)  # rounded up, as the rectangle may lack its rows' first columns
                 yield rest._replace(rows=rows)
                 rest = rest.rows_from(rows, rest.rows - rows)
         yield rest
 
     def separate_cut_blocks(self, grid: BlockGrid) -> Iterator[Rectangle]:
-        """Splits the rectangle by columns: whole blocks together, each block that other ranks share by itself."""
+        """Splits the rectangle by columns: one part per run of whole blocks, one per block that other ranks share."""
         size, col, end = grid.block_size, self.first_col, self.first_col + self.cols
         while col < end:
             block_end = min((col // size + 1) * size, grid.row_numel)

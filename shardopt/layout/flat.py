@@ -62,12 +62,14 @@ class FlatShard(FlatRange):
         numel = math.prod(global_shape)
         rank, ways = (0, 1) if ranks is None else (ranks.rank, len(ranks.global_ranks))
         ranges = RangePartition(ways, 1, first, size, len(global_shape))
-        partition = UNCUT if ranks is None or size == 0 else ranges
+        is_uncut = ranks is None or size == 0  # size 0: the flattened tensor has no elements to cut
+        partition = UNCUT if is_uncut else ranges
         super().__init__(global_shape, ranges.elements(rank, numel), partition, rank, ranks)
         self.buffer_offset = self.start + first - rank * size if self.numel else 0
         self.range_starts = range((first // size + 1) * size - first, numel, size) if size else range(0)
 
     def holders_for_sums(self) -> HoldersForSums | None:
+        """See :meth:`Shard.holders_for_sums`; adds the ranks that hold copies (HYBRID_SHARD)."""
         holders = super().holders_for_sums()
         if holders is None or self.replicas is None:
             return holders
@@ -149,4 +151,4 @@ class FlatBuffer(Shard):
 
     @property
     def holders(self) -> RankGroup | None:
-        return self.segments[0].shard.holders if self.segments else None
+        return self.segments[0].shard.holders if self.segments else None  # all segments have the same ranks

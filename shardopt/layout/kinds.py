@@ -20,8 +20,8 @@ class Engines(NamedTuple):
 
     Attributes:
         name: the engine's kind, for error messages.
-        has_optimizer: whether an optimizer is the one that the engine steps, or the engine's wrapper of it.
-        open: a context that yields the engine's bare model, and the optimizer with masters in its param groups.
+        has_optimizer: called with engine and optimizer: is this the one that the engine steps, or a wrapper of it?
+        open: returns a context that yields the engine's bare model and the optimizer whose param groups have masters.
         copy_masters: copies masters, after they were loaded, to the parameters that the model computes with.
     """
 

@@ -16,15 +16,14 @@ from shardopt.layout.shard import assigned
 _TRANSPARENT = frozenset(["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"])
 #: Name of the attribute in which modules keep other names of their submodules.
 _CHILD_NAMES = "_shardopt_child_names"
-_STORED, _USED = "_shardopt_stored_number", "_shardopt_number"  # attributes of parameters: their numbers
+#: Attributes with a parameter's index: as number_parameters stored it, and as steps use it after use_numbers.
+_STORED, _USED = "_shardopt_stored_number", "_shardopt_number"
 
 
 def canonical_modules(model: Module, *, all_names: bool = False) -> Iterator[tuple[str, Module]]:
     """All modules, outer ones first, with the prefix ("" or "layers.0.") of their parameters' names in the bare model.
 
-    Args:
-        model: the model.
-        all_names: whether to give a shared module under each of its names, not under its first one only.
+    A module that several modules share comes once, under its first name, or with ``all_names`` under each name.
     """
     seen: set[int] = set()
 
@@ -50,7 +49,7 @@ def bare_name(name: str) -> str:
 
 
 def name_children(module: Module, names: Mapping[str, str]) -> None:
-    """Renames submodules (``{old: new}``) in :func:`canonical_modules`: ranks have different experts under one name."""
+    """Has :func:`canonical_modules` rename submodules (``{old: new}``), as each rank counts its MoE experts from 0."""
     setattr(module, _CHILD_NAMES, dict(names))
 
 

@@ -93,7 +93,9 @@ class GridPartition(NamedTuple):
         for rank_offset in map(sum, itertools.product(*offsets)):  # the ranks that hold parts of the first rows
             cols = [index * cols_per_index for index in self.indices(grid.global_shape, rank_offset)[1]]
             blocks = self.indices((grid.rows, grid.blocks_per_row), rank_offset)[1]
-            if not all(map(grid.is_boundary, cols)) or blocks != tuple(-(-col // grid.block_size) for col in cols):
+            cuts_block = not all(map(grid.is_boundary, cols))
+            has_own_blocks = blocks == tuple(-(-col // grid.block_size) for col in cols)
+            if cuts_block or not has_own_blocks:
                 return False
         return True
 
@@ -127,7 +129,7 @@ class RangePartition(NamedTuple):
 
     def parts(self, shape: Sequence[int], rank_offset: int) -> list[Part]:
         """The rectangles that a rank holds of a tensor; see :meth:`GridPartition.parts`."""
-        index, remainder = divmod(rank_offset, self.stride)
+        index, remainder = divmod(rank_offset, self.stride)  # a remainder: a rank between two that hold ranges
         if remainder or not 0 <= index < self.ways or 0 in shape:
             return []
         cut, uncut = tuple(shape[: self.dims]), tuple(shape[self.dims :])

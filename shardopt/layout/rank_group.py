@@ -31,7 +31,7 @@ class RankGroup(ABC):
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The global rank numbers of the members of the only process group."""
+        """The global rank numbers of the members of the only process group; ValueError if there are several."""
         (global_ranks,) = self.global_ranks_by_group
         return global_ranks
 
@@ -109,7 +109,7 @@ def all_reduce_any(groups: Sequence[RankGroup], condition: bool) -> bool:
 
     Args:
         groups: the groups that this rank belongs to.
-        condition: whether the condition holds on this rank.
+        condition: this rank's value.
     """
     for group in (*groups, *groups):  # twice, as the first all-reduces miss what later groups report
         flag = torch.tensor([condition], dtype=torch.int32, device="cpu")
@@ -121,11 +121,7 @@ def all_reduce_any(groups: Sequence[RankGroup], condition: bool) -> bool:
 def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
     """Calls a function without collectives, and raises on all ranks of some groups if it raised on any of them.
 
-    Collective: all ranks of the groups must call this.
-
-    Args:
-        groups: the groups that this rank belongs to.
-        work: the function.
+    Collective: all ranks of the groups must call this. ``groups`` are those that this rank belongs to.
 
     Raises:
         ValueError: the function raised on another rank; says which, and its error. If the function raised on this

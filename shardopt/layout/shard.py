@@ -127,9 +127,9 @@ class Shard(_ProcessLocal):
         scales, row_dims = self.scales(grid), self._row_dims(grid)
         rows, local_cols = math.prod(self.local_shape[:row_dims]), math.prod(self.local_shape[row_dims:])
         row_numel = math.prod(self.global_shape[row_dims:])
-        row_blocks = scales.cols // math.prod(self.local_shape[1:row_dims])
+        row_blocks = scales.cols // math.prod(self.local_shape[1:row_dims])  # scales from row to row
         first_element = self.indices[0][0] * self.row_numel if self.indices else 0
-        first_block = scales.indices[1][0]
+        first_block = scales.indices[1][0]  # the column, in the matrix of scales, where this rank's scales begin
         rectangles, start = [], 0
         for col, stop in contiguous_ranges(self.global_shape[row_dims:], self.indices[row_dims:]):
             element, cols, block = first_element + col, stop - col, col // grid.block_size - first_block
@@ -141,12 +141,13 @@ class Shard(_ProcessLocal):
         """How many leading dimensions count the rows of :meth:`rectangles`: 1, or more if this gives fewer rectangles.
 
         Of a parameter of shape (8, 4, 256) cut along dim 2, a row of 4 * 256 elements has 4 ranges of columns on this
-        rank, and 8 * 4 rows of 256 elements have one each. The blocks must be the same: these rows are whole blocks.
+        rank, and 8 * 4 rows of 256 elements have one each. Blocks must not change: such rows consist of whole blocks.
         """
         cut_dims = [dim for dim, extent in enumerate(self.local_shape) if extent < self.global_shape[dim]]
         last = max(cut_dims, default=0)
         are_whole_blocks = math.prod(self.global_shape[last:]) % grid.block_size == 0
-        return last if last > 1 and set(cut_dims) <= {0, last} and are_whole_blocks else 1
+        is_cut_between = not set(cut_dims) <= {0, last}  # the rows would then not have one distance in the parameter
+        return last if last > 1 and not is_cut_between and are_whole_blocks else 1
 
     def scales(self, grid: BlockGrid) -> Shard:
         """The shard of the matrix of scales, one per block. Codecs with several scales per block add a dimension."""
@@ -161,9 +162,11 @@ class Shard(_ProcessLocal):
     def block_owners(self, grid: BlockGrid) -> RankGroup | None:
         """The ranks that all-reduce the extremes of cut blocks, and so all have the scales of all blocks of their rows.
 
-        None if no block is cut between ranks.
+        None if no block is cut, and for flat shards, which have ``cut_blocks`` instead.
         """
-        return self.row_owners if self.cuts_rows and not self.scales(grid).cuts_rows else None
+        # Column shards that cut blocks store scales of whole rows (GridPartition.of_scales); flat shards do not.
+        has_scales_of_whole_rows = not self.scales(grid).cuts_rows
+        return self.row_owners if self.cuts_rows and has_scales_of_whole_rows else None
 
     def with_float32_state(self: _S) -> _S:
         """Returns the shard of the same elements whose moments stay float32: one cached object per shard."""
@@ -176,7 +179,7 @@ class Shard(_ProcessLocal):
 
     @property
     def holders(self) -> RankGroup | None:
-        """All ranks that hold a part of the parameter or a copy of a part; None if only this rank is known to."""
+        """All ranks that hold a part of the parameter or a copy of a part; None if no rank but this one is known."""
         return self.ranks
 
     @property
@@ -220,14 +223,14 @@ class Shard(_ProcessLocal):
         return HoldersForSums(ranks, global_ranks, frozenset(), global_ranks)
 
     def parts_by_rank(self, ranks: RankGroup) -> list[list[Part]]:
-        """For each rank of a group, in its order, the list of rectangles of the parameter that the rank holds."""
+        """For each rank of a group, in its order, the rectangles of the parameter that it holds, copies or not."""
         index_of = {global_rank: index for index, global_rank in enumerate(self._global_ranks)}
         offsets = [least_offset(self.partition, index_of[rank]) for rank in ranks.global_ranks]
         return [self.partition.parts(self.global_shape, offset) for offset in offsets]
 
     @property
     def _global_ranks(self) -> tuple[int, ...]:
-        """The global rank numbers, by the rank offsets of ``partition``."""
+        """Global rank numbers: the rank at offset ``i`` of ``partition`` is item ``i``."""
         return (0,) if self.ranks is None else self.ranks.global_ranks
 
     @cached_property
@@ -267,7 +270,7 @@ class Shard(_ProcessLocal):
         inside = whole[tuple(slice(start, end) for start, end in self.indices)]
         if inside.shape == whole.shape:
             return whole
-        return inside.clone(memory_format=torch.contiguous_format)  # does not keep the memory of the whole
+        return inside.clone(memory_format=torch.contiguous_format)  # a view would keep all of ``whole`` allocated
 
 
 #: Name of the attribute in which parameters keep the shard that they were assigned.
@@ -291,10 +294,8 @@ class _PendingShard(_ProcessLocal):
 def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
     """Defers the assignment of shards until :func:`assigned` asks for one of them; replaces earlier assignments.
 
-    Args:
-        params: the parameters.
-        read: assigns the parameters' shards, all at once. If ``read`` raises or leaves them unassigned, it is called
-            again. ``read`` lives as long as the parameters, so it must not keep their model alive.
+    ``read`` assigns the shards of all ``params`` at once. If it raises or leaves them unassigned, the next call of
+    :func:`assigned` calls it again. The parameters keep ``read`` alive, so it must not keep their model alive.
     """
     pending = _PendingShard(read)
     for param in params:

@@ -31,8 +31,8 @@ class SharedBlocks(NamedTuple):
 
     Attributes:
         block_count: the number of blocks in the message, the same on all ranks.
-        in_message: the indices in the message of the blocks of which this rank has elements.
-        in_scales: the indices of the same blocks in this rank's scales.
+        in_message: indices into the message of the blocks of which this rank has elements.
+        in_scales: indices into this rank's scales of these blocks, in the same order.
     """
 
     block_count: int
@@ -51,7 +51,7 @@ def shared_blocks(shard: Shard, grid: BlockGrid) -> SharedBlocks:
 
 
 def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
-    """The ranks that must agree on scales, as blocks of the parameter are split between them; None if none is."""
+    """The ranks that must agree on scales, as they have parts of the same blocks; None if no quantized block is cut."""
     if cut_quantized_blocks(spec):
         return spec.shard.holders
     return spec.shard.block_owners(spec.grid) if spec.has_column_cut_blocks else None
@@ -61,9 +61,7 @@ class FloatMoments(NamedTuple):
     """The float moments of one slice, as input of :func:`encode_slices`.
 
     Attributes:
-        spec: describes the slice's state.
         values: this rank's part of each moment; None if this rank has no moments to encode.
-        name: the parameter's name in errors.
     """
 
     spec: SliceSpec
@@ -79,7 +77,8 @@ def encode_slices(slices: Sequence[FloatMoments], rank_groups: Sequence[RankGrou
     ranks of the group raise.
     """
     agreed: list[dict[str, Tensor]] = [{} for _ in slices]
-    for relative in (False, True):  # moments in units of another's root come second: its agreed scales must be known
+    # Relative moments come second: they are coded in units of a root, which the first pass's agreed extremes determine.
+    for relative in (False, True):
         messages = all_or_none(rank_groups, partial(_local_extremes, slices, agreed, relative=relative))
         for ranks, message in messages.items():
             reduce_together(ranks.all_reduce_max, list(message.values()))
@@ -132,7 +131,7 @@ def _local_extremes(
 ) -> dict[RankGroup, _Message]:
     """Computes the extremes that this rank contributes, by the rank group that will all-reduce them.
 
-    ``relative`` selects moments that are coded in units of another moment's root; otherwise all others are taken.
+    With ``relative``, only of moments that are coded in units of another moment's root, else only of the other moments.
     """
     messages: dict[RankGroup, _Message] = {}
     for index, ((spec, values, _), known) in enumerate(zip(slices, agreed, strict=True)):
@@ -142,7 +141,8 @@ def _local_extremes(
         if ranks is None or not names:
             continue
         message, blocks = messages.setdefault(ranks, {}), shared_blocks(spec.shard, spec.grid)
-        if not relative and not isinstance(spec.shard, FlatShard):
+        may_lack_moments = isinstance(spec.shard, FlatShard)  # ranks without elements of the parameter
+        if not relative and not may_lack_moments:
             flags = [[values is not None, values is None]]
             message[index, _FLAGS] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         extremes = {} if values is None else spec.extremes(values, known)

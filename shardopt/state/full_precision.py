@@ -26,24 +26,26 @@ def float32_weights(spec: TensorSpec, param: Tensor, state: Mapping[str, Any]) -
     return spec.shard.like_parameter(weights)
 
 
-#: The parameter's dtype at the last call of :func:`reset_stale_low_bits`, by the tensor with the state's step count.
+#: The parameter's dtype at the last call of :func:`reset_stale_low_bits`. Keyed by the state's ``step`` tensor: a load
+#: replaces it, and so low bits that were loaded together with weights of another dtype do not count as stale.
 _LAST_DTYPES: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
 
 def reset_stale_low_bits(spec: TensorSpec, param: Tensor, state: StateDict, device: torch.device) -> None:
-    """If the parameter was cast to another dtype since the last call, drops its low bits with a warning, in ``state``.
+    """Removes the low bits from ``state``, with a warning, if the parameter was cast since the last call.
 
-    If the state must have low bits, allocates zeros on ``device``: master weights then equal the parameter.
+    If the new dtype needs low bits, puts zeros on ``device`` in their place: master weights then equal the parameter.
     """
-    step, has, needs = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
+    step, has_low_bits, needs_low_bits = state.get("step"), LOW_BITS in state, LOW_BITS in spec.entries
     last_dtype = param.dtype
     if isinstance(step, Tensor):
         last_dtype = _LAST_DTYPES.get(step, param.dtype)
         _LAST_DTYPES[step] = param.dtype
-    was_cast = last_dtype != param.dtype and (has or needs)
-    if was_cast or (has and not needs):  # a float32 parameter needs none
+    was_cast = last_dtype != param.dtype and (has_low_bits or needs_low_bits)
+    are_unneeded = has_low_bits and not needs_low_bits  # as of a parameter that is float32 now
+    if was_cast or are_unneeded:
         state.pop(LOW_BITS, None)
-        if needs:
+        if needs_low_bits:
             state[LOW_BITS] = spec.wrap_local(LOW_BITS, spec.entries[LOW_BITS].allocate(device))
         warn_user(
             f"got weights that were cast to {param.dtype} after steps: low bits in the state are dropped, and master "
@@ -93,6 +95,7 @@ def store_float32_weights(
 
 
 def _check_has_low_bits(state: Mapping[str, Any]) -> None:
+    """Raises RuntimeError if ``state`` was made without ``master_weight_bits``, and so has no low bits."""
     if LOW_BITS not in state:
         raise RuntimeError(
             f"got state with {', '.join(state)}, expected {LOW_BITS}, too; set master_weight_bits when the optimizer "
@@ -101,6 +104,7 @@ def _check_has_low_bits(state: Mapping[str, Any]) -> None:
 
 
 def _format_text(x: Tensor, dtype: torch.dtype) -> str:
+    """The shape and sharding of ``x`` with the given dtype, as text to compare and to show in errors."""
     placements = getattr(x, "placements", None)
     sharding = "" if placements is None else f" placed {placements}"
     return f"{tuple(x.shape)} of {dtype}{sharding}"

@@ -21,12 +21,12 @@ def allocate_host_tensors(
     """Allocates uninitialized CPU tensors with the shapes and dtypes of ``formats`` in one contiguous buffer.
 
     The buffer is freed when the last tensor is. Each tensor has its own storage, as torch.save refuses several dtypes
-    in one. With ``pin`` the buffer is pinned for copies of that GPU. ``what`` names the contents in errors.
+    in one. If ``pin`` is a GPU, the buffer is pinned for copies from and to it. ``what`` names the contents in errors.
 
     Raises MemoryError if the host has too little memory, or refuses to pin it.
     """
     *offsets, nbytes = accumulate((-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in formats), initial=0)
-    demand_host_memory(nbytes, ranks=1)  # other ranks may have their memory already
+    demand_host_memory(nbytes, ranks=1)  # not times the ranks of the host: others may have allocated theirs already
     try:
         pages = torch.empty(nbytes + 2 * _PAGE, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
@@ -36,7 +36,7 @@ def allocate_host_tensors(
         ) from error
     first = -pages.data_ptr() % _PAGE
     memory = pages[first : first + -(-nbytes // _PAGE) * _PAGE]  # whole pages, which no other buffer pins
-    array = memory.numpy()  # all arrays below keep a reference to this one
+    array = memory.numpy()  # lives as long as any of the tensors below, and so do the buffer and its pinning
     if pin is not None and nbytes:
         from shardopt.kernels.transfers_cuda import pin_memory
 

@@ -49,7 +49,7 @@ def check_entry(value: object, expected: Tensor, key: str, name: str) -> None:
 
 
 def check_moment(value: Tensor, key: str, name: str, *, signed: bool) -> None:
-    """Raises ValueError if a loaded moment (this rank's part) is no float, not finite, or unsigned and below zero."""
+    """Raises ValueError if a loaded moment (this rank's part) is not of floats, or has NaN, Inf or a wrong sign."""
     if not value.dtype.is_floating_point:
         raise ValueError(f"{name}: got {key} of {value.dtype}, expected floats; was it saved by another optimizer?")
     if not are_finite(value, signed=signed):

@@ -88,7 +88,7 @@ DEFAULTS: Options = {
 #: Options that a checkpoint and the optimizer that loads it must share: codes are decoded by them.
 STATE_FORMAT = ("codec", "block_size", "min_quantized_numel", "master_weight_bits")
 
-#: Options for the device that state is on: a loading optimizer keeps its own, not the checkpoint's.
+#: Options that choose the device of the state: a load does not change them to the checkpoint's.
 PLACEMENT = ("offload",)
 
 #: Options that the cached argument tables of a step's kernels depend on.
@@ -154,7 +154,7 @@ def repays(group: Mapping[str, Any]) -> bool:
 
 
 def check_repayment(dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Raises ValueError if a param group repays, but weights of ``dtype`` would lose the repayment by rounding."""
+    """Raises ValueError if a param group :func:`repays`, but rounding to ``dtype`` would lose the corrections."""
     if repays(group) and dtype in (torch.bfloat16, torch.float16) and group["master_weight_bits"] is None:
         raise ValueError(
             f"repay: got a parameter of {dtype} without master weights, expected float32 or master_weight_bits: 16-bit "
@@ -185,7 +185,7 @@ def convert_sequences(group: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples in place of sequences at all depths, and Python's ints and floats in place of other number types."""
+    """Returns ``value`` with all sequences in it, nested ones too, as tuples, and all numbers as int or float."""
     if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -196,10 +196,11 @@ def _plain(value: Any) -> Any:
 
 
 def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
-    """Warns of keys of a param group that look like misspelt options. Any other key is allowed, as in torch."""
+    """Warns of keys of a param group that look like misspelt ``known`` ones. Any other key is allowed, as in torch."""
     for key in keys:
         near = get_close_matches(key, known, n=1, cutoff=0.8)
-        if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):  # as no_weight_decay
+        adds_words = bool(near) and set(near[0].split("_")) <= set(key.split("_"))  # no_weight_decay is a user's own
+        if key not in known and near and not adds_words:
             warn_user(
                 f"got {key!r} in a param group, which is no option and is ignored, expected {near[0]!r}; rename it if "
                 "that is meant",
@@ -238,7 +239,7 @@ def check_hyper(group: Mapping[str, Any], beta_count: int = 2) -> None:
 
 
 def check_number(group: Mapping[str, Any], name: str, most: float = LARGEST) -> None:
-    """Raises ValueError unless a hyper-parameter is a number from 0 to ``most``, or to below 1 if ``most`` is 1."""
+    """Raises ValueError unless a hyper-parameter is a number from 0 to ``most``, which is excluded if it is 1."""
     _check_range(name, group[name], 0.0, _BELOW_ONE if most == 1.0 else most)
 
 

@@ -42,7 +42,7 @@ def is_packed(entries: Iterable[str]) -> bool:
 
 
 def words_per_element(specs: Iterable[TensorSpec]) -> int:
-    """How many ``packed_N`` entries, of 4 bytes per element, the largest state of ``specs`` needs, however sharded."""
+    """How many ``packed_N`` entries, of 4 bytes per element, the largest of the states needs, the same on all ranks."""
     sizes = (sum(field.nbytes for field in _fields(slice_)) for spec in specs for slice_ in spec.slices)
     return max((-(-size // _WORD) for size in sizes), default=0)
 
@@ -66,7 +66,7 @@ def pack(spec: TensorSpec, state: Mapping[str, Any], words: int) -> StateDict:
 def unpack_loaded(
     specs: Sequence[TensorSpec], loaded: Sequence[LoadedEntries], names: Sequence[str], rank_groups: Sequence[RankGroup]
 ) -> list[LoadedEntries]:
-    """Unpacks those of some tensors' loaded entries that are packed, and returns all others unchanged.
+    """Returns tensors' loaded entries, in order: unpacked where they are packed state, otherwise unchanged.
 
     Collective: each rank has some bytes of the scales of cut blocks, which are all-reduced. All ranks must call this
     with the same tensors, in the same order, if any of them has flat shards. The ranks of a group raise together, a
@@ -74,9 +74,8 @@ def unpack_loaded(
     """
     if not all_reduce_any(rank_groups, any(entries is not None and is_packed(entries) for entries in loaded)):
         return list(loaded)
-    tensors = all_or_none(
-        rank_groups, lambda: [_unpack_local(*item) for item in zip(specs, loaded, names, strict=True)]
-    )
+    items = list(zip(specs, loaded, names, strict=True))
+    tensors = all_or_none(rank_groups, lambda: [_unpack_local(*item) for item in items])
     messages: dict[RankGroup, list[Tensor]] = {}
     for unpacked in (unpacked for slices in tensors for fields in slices for unpacked in fields):
         ranks = unpacked.field.spec.shard.holders
@@ -84,19 +83,18 @@ def unpack_loaded(
             messages.setdefault(ranks, []).append(unpacked.cut_blocks)
     for ranks, message in messages.items():
         reduce_together(ranks.all_reduce_sum, message)
-    items = list(zip(specs, loaded, tensors, names, strict=True))
-    return all_or_none(rank_groups, lambda: [_joined_state(*item) for item in items])
+    unpacked_items = list(zip(items, tensors, strict=True))
+    return all_or_none(rank_groups, lambda: [_joined_state(*item, slices) for item, slices in unpacked_items])
 
 
 class _Field(NamedTuple):
-    """The byte range, in each packed element, of all entries of the parameter's shape, or of all of one block grid.
+    """A byte range in each packed element, for all entries of the parameter's shape, or all of one block grid.
 
     Attributes:
-        spec: describes the slice's state.
         grid: the blocks; None for entries of the parameter's shape.
         entry_bytes: by entry, its bytes per element, or per block if there is a grid.
         offset: the first byte of the range in an element.
-        nbytes: the number of bytes of the range in an element. A block's bytes are spread over its elements.
+        nbytes: the length of the range. A block's bytes are spread over its elements, this many in each.
     """
 
     spec: SliceSpec
@@ -111,21 +109,22 @@ class _Field(NamedTuple):
         return sum(self.entry_bytes.values())
 
     def view(self, packed: Tensor) -> Tensor:
-        """A view of this byte range of all the slice's elements."""
+        """A view of this byte range in ``packed``, the bytes of the slice's elements: ``(numel, nbytes)``."""
         return packed[:, self.offset : self.offset + self.nbytes]
 
     def block_elements(self, grid: BlockGrid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Finds the elements that carry the bytes of this rank's blocks: the first ones of each block.
 
-        Returns local indices of those on this rank, and a mask ``(blocks, elements per block)`` that is True for them.
+        Returns local indices of the elements that are on this rank, and a mask ``(blocks, elements per block)`` that is
+        True for these: other ranks have the rest of a cut block.
         """
         shard, start = self.spec.shard, getattr(self.spec.shard, "start", 0)
-        ends = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
-        numbers = torch.arange(*ends, device=device)
+        first, end = shard.block_range(grid) if isinstance(shard, FlatShard) else (0, grid.rows * grid.blocks_per_row)
+        numbers = torch.arange(first, end, device=device)
         rows, columns = numbers // grid.blocks_per_row, numbers % grid.blocks_per_row
         first_elements = rows * grid.row_numel + columns * grid.block_size
-        count = -(-self.item_bytes // self.nbytes)
-        elements = first_elements[:, None] + torch.arange(count, device=device) - start
+        per_block = -(-self.item_bytes // self.nbytes)
+        elements = first_elements[:, None] + torch.arange(per_block, device=device) - start
         is_local = (elements >= 0) & (elements < math.prod(shard.local_shape))
         return elements[is_local], is_local
 
@@ -143,7 +142,7 @@ class _Field(NamedTuple):
     def unpack(self, packed: Tensor | None) -> _Unpacked:
         """Reads this byte range from this rank's elements; ``packed`` is None if this rank loads no packed state."""
         shared, is_flat = SharedBlocks(0, [], []), isinstance(self.spec.shard, FlatShard)
-        if self.grid is not None and is_flat:  # other shards have no packed state to exchange
+        if self.grid is not None and is_flat:  # only flat shards cut blocks here: _packed_bytes refuses DTensors
             shared = shared_blocks(self.spec.shard, self.grid)
         cut_blocks = torch.zeros((shared.block_count, self.item_bytes + 1), dtype=torch.int32, device="cpu")
         if packed is None or self.grid is None:
@@ -161,10 +160,8 @@ class _Unpacked(NamedTuple):
     """The bytes of one field that were read from packed state; those of cut blocks are still to be all-reduced.
 
     Attributes:
-        field: the byte range and its entries.
         items: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have the bytes; None without
             packed state.
-        shared: which blocks are cut.
         cut_blocks: int32 ``(all cut blocks, bytes + 1)`` on the CPU, to be summed over ranks; the last column counts
             the bytes that are known.
     """
@@ -261,9 +258,9 @@ def _packed_bytes(spec: TensorSpec, entries: Mapping[str, Any], name: str) -> Te
 
 
 def _joined_state(
-    spec: TensorSpec, entries: LoadedEntries, slices: Sequence[Sequence[_Unpacked]], name: str
+    spec: TensorSpec, entries: LoadedEntries, name: str, slices: Sequence[Sequence[_Unpacked]]
 ) -> LoadedEntries:
-    """Returns a tensor's unpacked state, once the bytes of cut blocks were all-reduced; other state unchanged."""
+    """Returns a tensor's unpacked state from its slices' fields, all-reduced by now; state not packed as it is."""
     if entries is None or not is_packed(entries):
         return entries
     states = [{k: x for unpacked in fields for k, x in unpacked.entries(name).items()} for fields in slices]

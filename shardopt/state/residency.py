@@ -49,7 +49,7 @@ class Residency(NamedTuple):
     step_device: torch.device
 
     def unit_numel(self, spec: SliceSpec, param: Tensor) -> int:
-        """How many of the parameter's elements can be copied at a time, so that all operands fit into one slot."""
+        """How many elements of a slice (``param``: its local tensor) one copy takes, with all operands in one slot."""
         if self.offload == "step":
             element_bytes = float(param.element_size() + MAX_GRADIENT_BYTES)
         else:
@@ -63,7 +63,6 @@ class _Decision(NamedTuple):
 
     Attributes:
         device: the parameter's device at the time of the decision.
-        residency: the chosen devices.
         entries: if the state is offloaded, tensors like all its entries but ``step``: meta tensors; with
             ``offload="state"``, once allocated, the host tensors that store the entries, pinned for a GPU.
     """
@@ -77,9 +76,7 @@ class _Movable(NamedTuple):
     """A state entry that :meth:`StateResidency.sleep` moves to the host, and ``wake`` back to the parameter's device.
 
     Attributes:
-        device: the parameter's device.
         state: the parameter's entries, ``optimizer.state[param]``, in which the moved tensor replaces the old one.
-        key: the entry's name.
         local: the entry's plain tensor on this rank.
         spec: describes the state; None for a parameter that is in no param group now, as with ZeRO 3 between steps:
             its entries are plain tensors.
@@ -97,10 +94,7 @@ class StateResidency:
 
     State of column shards that cut blocks stays on the parameter's device: each step all-reduces its blocks' extremes.
     A frozen parameter's residency is decided once it has a gradient or state: until then no memory is spent on it.
-
-    Args:
-        optimizer: the parameters' optimizer.
-        state_of: describes the state of a parameter, given its param group.
+    ``state_of`` describes the state of a parameter of ``optimizer``, given its param group.
 
     Attributes:
         asleep: whether :meth:`sleep` has moved all state to host memory, until :meth:`wake`. That memory is kept for
@@ -120,9 +114,10 @@ class StateResidency:
         """Returns a parameter's residency. If it has none, decides on all parameters, and allocates host memory."""
         if self._needs_decision(param):
             self._decide_all()
-        is_decided = self._is_decided(param)
-        residency = self._decisions[param].residency if is_decided else Residency(None, param.device, param.device)
-        if self.asleep and residency.offload is None:
+        residency = Residency(None, param.device, param.device)  # of parameters on the CPU, or frozen without state
+        if self._is_decided(param):
+            residency = self._decisions[param].residency
+        if self.asleep and residency.offload is None:  # sleep() moves the state
             return residency._replace(state_device=_CPU)
         return residency
 
@@ -136,7 +131,7 @@ class StateResidency:
         entries = self._movable_entries()
         formats = [torch.empty_like(entry.local, device=_META) for entry in entries]
         kept = [(buffer.shape, buffer.dtype) for buffer in self._sleep_buffers]
-        if kept != [(x.shape, x.dtype) for x in formats]:
+        if kept != [(x.shape, x.dtype) for x in formats]:  # first sleep, or the state has changed since the last
             self._sleep_buffers = []  # freed before new memory is allocated
             self._sleep_buffers = allocate_host_tensors(formats, pin=_first_gpu(entry.device for entry in entries))
         _move(entries, self._sleep_buffers)
@@ -187,10 +182,8 @@ class StateResidency:
                 if key != "step" and spec.shard.local(value).device.type != "cpu":
                     state[key] = spec.wrap_local(key, spec.shard.local(value).cpu())
         host_entries = self._decisions[param].entries if residency.offload == "state" else {}
-        for key, host in host_entries.items():
-            if key not in state:
-                continue
-            local = spec.shard.local(state[key])
+        for key in host_entries.keys() & state.keys():
+            host, local = host_entries[key], spec.shard.local(state[key])
             is_moved, fits = local.data_ptr() == host.data_ptr(), (local.shape, local.dtype) == (host.shape, host.dtype)
             if fits and not is_moved:
                 self.synchronize()  # copies of a step's results to this memory may be in flight
@@ -208,7 +201,7 @@ class StateResidency:
 
     @property
     def buffer_bytes(self) -> dict[torch.device, int]:
-        """Bytes of staging slots, and of host memory that is kept for the next :meth:`sleep`, by device."""
+        """Bytes of staging slots (with offload="step" on the host) and memory kept for a :meth:`sleep`, by device."""
         nbytes: Counter[torch.device] = Counter()
         for (device, offload), transfers in self._transfers.items():
             nbytes[_CPU if offload == "step" else device] += transfers.nbytes
@@ -236,24 +229,26 @@ class StateResidency:
         self.unallocated_bytes = known + new
 
     def _movable_entries(self) -> list[_Movable]:
-        """Entries for :meth:`sleep` and :meth:`wake`: all but step counts, of parameters that are not offloaded."""
+        """Entries for :meth:`sleep` and :meth:`wake`: all but step counts, of GPU parameters that are not offloaded."""
         group_of = {param: group for group in self._optimizer.param_groups for param in group["params"]}
         entries = []
         for param, state in self._optimizer.state.items():
             if not state or not can_offload(param.device) or self.decide(param).offload is not None:
-                continue
+                continue  # no state, or the state is in host memory already
             spec = self._state_of(param, group_of[param]) if param in group_of else None
             for key, value in state.items():
-                if key != "step" and (type(value) is Tensor if spec is None else key in spec.entries):
+                is_movable = type(value) is Tensor if spec is None else key in spec.entries
+                if is_movable and key != "step":
                     local = value if spec is None else spec.shard.local(value)
                     entries.append(_Movable(param.device, state, key, local, spec))
         return entries
 
     def _is_decided(self, param: Tensor) -> bool:
+        """Whether a residency was chosen for the parameter since its last change of device."""
         return param in self._decisions and self._decisions[param].device == param.device
 
     def _needs_decision(self, param: Tensor) -> bool:
-        """Whether a parameter has no decision, could be offloaded, and has or will get state, unlike frozen ones."""
+        """Whether a GPU parameter has no decision yet, and has state or will get some: frozen ones wait."""
         if self._is_decided(param) or not can_offload(param.device):
             return False
         return param.requires_grad or param.grad is not None or bool(self._optimizer.state.get(param))
@@ -265,14 +260,13 @@ class StateResidency:
             for param in group["params"]:
                 if not self._needs_decision(param):
                     continue
-                offload, entries = group["offload"], None
-                if offload is not None:
+                entries = None  # stays on the device
+                if group["offload"] is not None:
                     try:
-                        entries = _offloaded_entries(self._state_of(param, group), offload)
+                        entries = _offloaded_entries(self._state_of(param, group), group["offload"])
                     except UnknownShardError:  # decided once the parameter's shard is known
                         continue
-                if entries is None:
-                    offload = None
+                offload = None if entries is None else group["offload"]
                 state_device = param.device if offload is None else _CPU
                 step_device = _CPU if offload == "step" else param.device
                 residency = Residency(offload, state_device, step_device)

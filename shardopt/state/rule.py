@@ -20,8 +20,6 @@ class Orthogonalized:
     """How a rule such as Muon's orthogonalizes its update directions, and updates parameters by the result.
 
     Attributes:
-        newton_schulz: orthogonalizes a matrix.
-        split: how a parameter is divided into the matrices that are orthogonalized.
         scale: returns the factor by which the learning rate is multiplied for a matrix, given its rows and columns.
         applied_rule: the name, in csrc/rules, of the rule that then updates parameters, given the orthogonalized
             directions in place of gradients.
@@ -44,7 +42,6 @@ class Rule:
 
     Attributes:
         name: the rule's name in csrc/rules.
-        moments: the rule's moments.
         has_sums: False for a variant that skips the sums over the parameter that csrc/rules declares, and the extra
             pass that computes them.
         orthogonalized: how directions are orthogonalized, for a rule that writes directions where others write

@@ -38,7 +38,7 @@ _MAX_CODED_NUMEL = 1 << 20
 
 
 class EntryFormat(NamedTuple):
-    """A state entry's shape on this rank, dtype, initial value: a number, or one per index of the last dimension."""
+    """A state entry's shape on this rank, dtype and initial value ``fill``: one number, or one per last index."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,9 +97,10 @@ class SliceSpec:
         return local if self.name is None else local[self.offset : self.offset + self.shard.local_shape[0]]
 
     def entry_name(self, key: str) -> str:
-        """The name of an entry in ``optimizer.state``: flat buffers tell bf16 moments from float32 ones by a suffix."""
-        renamed = self.name is not None and not self.codec.blockwise and self.codec.code_dtype != torch.float32
-        return f"{key}_{self.codec.name}" if renamed and key not in NON_MOMENTS else key
+        """An entry's name in ``optimizer.state``: a suffix tells bf16 moments in flat buffers from float32 ones."""
+        is_bf16 = not self.codec.blockwise and self.codec.code_dtype != torch.float32
+        has_suffix = self.name is not None and is_bf16 and key not in NON_MOMENTS
+        return f"{key}_{self.codec.name}" if has_suffix else key
 
     @property
     def has_relative_moments(self) -> bool:
@@ -220,7 +221,7 @@ class SliceSpec:
         """Quantizes one rectangle's elements; returns codes and scales per moment, and extremes by moment."""
         found: dict[str, Tensor] = {}
 
-        def agree(moment: Moment, extremes: Tensor) -> Tensor:
+        def agree(moment: Moment, extremes: Tensor) -> Tensor:  # also records the result in ``found``
             if moment.name in agreed:
                 of_all_ranks = _block_view(agreed[moment.name], 2, rectangle, extremes.shape[1])
                 extremes = torch.maximum(extremes, of_all_ranks)
@@ -270,7 +271,8 @@ class SliceSpec:
         """Raises ValueError if a moment decodes to a number that is not finite, or is negative though unsigned."""
         by_moment = dict(zip(self.moments, coded, strict=True))
         for moment, (codes, scales) in by_moment.items():
-            if not moment.codec(self.codec).is_sound(codes, codes if scales is None else scales, signed=moment.signed):
+            checked = codes if scales is None else scales  # unquantized moments: the codes are the values
+            if not moment.codec(self.codec).is_sound(codes, checked, signed=moment.signed):
                 what = "" if scales is None else f" with {self.scales_name(moment)}"
                 raise invalid_values_error(self.codes_name(moment) + what, name, signed=moment.signed)
         if not self.has_relative_moments:
@@ -294,6 +296,7 @@ class SliceSpec:
                 yield from rectangle.split(_MAX_CODED_NUMEL, self.grid.block_size)
 
     def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
+        """The shape of a moment's scales on this rank: one or more (a last dimension) per block."""
         width = moment.codec(self.codec).scales(signed=moment.signed)
         return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
@@ -333,7 +336,8 @@ class SliceSpec:
 
 def _row_grid(shape: tuple[int, ...], group: Mapping[str, Any]) -> BlockGrid | None:
     """A grid with one block per row of the parameter's matrices, if the rule has second moments of rows; or None."""
-    if group.get("normalize") != "rows" or group["algorithm"] != "muon" or len(shape) < 2:
+    is_muon_by_rows = group.get("normalize") == "rows" and group["algorithm"] == "muon"  # its groups may be "adamw"
+    if not is_muon_by_rows or len(shape) < 2:
         return None
     return BlockGrid(shape, math.prod(shape[2 if group["split"] == "each" else 1 :]))
 
@@ -364,7 +368,7 @@ def _matrix_view(flat: Tensor, rectangle: Rectangle) -> Tensor:
 def _block_view(per_block: Tensor, width: int, rectangle: Rectangle, count: int) -> Tensor:
     """A view ``(rows, count, width)`` of the ``width`` numbers (scales, extremes) of each of a rectangle's blocks.
 
-    ``per_block`` has the numbers of all blocks of the slice. ``count`` is the number of blocks in a row.
+    ``per_block`` has the numbers of all blocks of the slice. ``count``: blocks in a row of the rectangle.
     """
     stride = rectangle.scales_row_stride if rectangle.rows > 1 else count
     rows = per_block.reshape(-1, width)[rectangle.local_block :][: (rectangle.rows - 1) * stride + count]

@@ -91,7 +91,7 @@ class TensorSpec:
 
     def split(self, state: Mapping[str, Any]) -> list[StateDict]:
         """Divides a tensor's entries by slice: views of this rank's plain tensors. ``state`` may lack entries."""
-        rows_taken: dict[str, int] = {}  # by entry, by the slices before
+        rows_taken: dict[str, int] = {}  # by entry: where the slices so far end in dim 0
         states = []
         for slice_ in self.slices:
             slice_state: StateDict = {}
@@ -126,7 +126,7 @@ class TensorSpec:
                 for x, moment in zip(values, slice_.decode(slice_state), strict=True):
                     slice_.elements(x).copy_(moment)
         else:
-            (values,) = (slice_.decode(slice_state) for slice_, slice_state in states)
+            (values,) = (slice_.decode(slice_state) for slice_, slice_state in states)  # the only slice's
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
     def has_float_moments(self, loaded: Mapping[str, Any]) -> bool:
@@ -144,10 +144,8 @@ class TensorSpec:
 
         :meth:`check_values` checks codes and scales of the state that :meth:`state_from_loaded` makes.
 
-        Args:
-            loaded: entries as shardopt stores them, or torch.optim's state of the tensor.
-            name: the parameter's name in errors.
-            may_lack_low_bits: whether the state may be torch.optim's: master weights then begin equal to the parameter.
+        ``loaded`` are entries as shardopt stores them, or torch.optim's. ``may_lack_low_bits``: whether they may be
+        torch.optim's, so that master weights begin equal to the parameter. ``name`` is the parameter's, for errors.
 
         Raises ValueError if the entries are of another optimizer or another shape, or float moments are not finite.
         """
@@ -178,6 +176,7 @@ class TensorSpec:
                 "would lose them; load a checkpoint with shardopt.checkpoint.load(convert=True), or the weights that "
                 "full_precision_parameters() gave"
             )
+        # torch's SGD has no step; no optimizer but shardopt's has low bits and second moments of rows.
         required, optional = set(self.entries), {"step"} | ({LOW_BITS} if may_lack_low_bits else set())
         if self.has_float_moments(loaded):
             required, optional = (required & NON_MOMENTS) | floats, optional | {ROW_MOMENTS}

@@ -51,7 +51,7 @@ def quantized_names(state: Collection[str]) -> list[str]:
 
 
 def local_if_sharded(shard: Shard, x: Any) -> Any:
-    """Returns a DTensor's local tensor on this rank; any other value unchanged."""
+    """Returns a DTensor's local tensor on this rank; any other value, such as a step count, unchanged."""
     return shard.local(x) if hasattr(x, "to_local") else x
 
 
@@ -59,12 +59,11 @@ class Entries:
     """Decides by an entry's name, shape and dtype whether and how to quantize it, so that all ranks decide alike.
 
     Attributes:
-        inner: the optimizer whose state this is.
         options: codec, block size and the other options that a param group of shardopt's own optimizers has.
         unsigned: names of entries that are never below zero.
-        checked: names in ``unsigned`` to check for negative numbers: a tested optimizer's need no check.
+        checked: names to check for negative numbers: all ``unsigned``, or of a tested optimizer only the user's.
         never_quantized: names of entries that stay as they are.
-        only_made_state: whether the last step was a framework's with lr=0, to create state: the next step drops it.
+        only_made_state: whether the last step was a dummy step, which only creates state: the next step drops it.
     """
 
     def __init__(
@@ -84,12 +83,11 @@ class Entries:
         return self._format(self.options)
 
     def _format(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The :attr:`format` of entries that are quantized with ``options``."""
         plain = {option: options[option] for option in ("block_size", "min_quantized_numel")}
         return {"codec": options["codec"] + _BY_ENTRY, **plain, "unsigned": sorted(self.unsigned)}
 
     def check_format(self, saved: Mapping[str, Any], names: Collection[str], options: Mapping[str, Any]) -> None:
-        """Raises ValueError unless the param group of entries ``names`` was saved in the format of ``options``."""
+        """Raises ValueError unless ``saved``, the param group of entries ``names``, has the format of ``options``."""
         for key, expected in self._format(options).items():
             got = saved.get(key)
             if key == "unsigned" and isinstance(got, list | tuple):  # the signs of entries not in ``names`` may differ
@@ -164,7 +162,7 @@ class Entries:
     ) -> SliceSpec:
         """Spec of a parameter's state that has these entries, of which names, global shapes and dtypes are read.
 
-        ``options`` of a checkpoint's param group tell how it was quantized; without a codec in them, as in this run.
+        ``options`` are those with which a checkpoint's state was quantized; without a codec in them, this run's apply.
         """
         names = quantized_names(entries)
         saved_options = self.checkpoint_options(options, names) if "codec" in options else None
@@ -181,7 +179,7 @@ class Entries:
     def state_from_checkpoint(
         self, param: Tensor, options: Mapping[str, Any], states: Sequence[dict[str, Tensor]]
     ) -> StateDict:
-        """Makes a parameter's new state, on its device, from entries that were read from a checkpoint."""
+        """Makes a parameter's new state, on its device, from a checkpoint's entries: the only item of ``states``."""
         shard = shard_of(param)
         # Entries such as "step:int" become Python numbers again: undoes _checkpoint_entry.
         state: StateDict = {key.partition(":")[0]: x.item() if ":" in key else x for key, x in states[0].items()}
@@ -195,18 +193,18 @@ class Entries:
         self.inner.state[param] = made
 
     def invalidate_steps(self, *, discard_gradients: bool = False) -> None:
-        """Called after a load: keeps the next step from dropping the loaded state; there are no tables here."""
+        """Called after a load: the next step must not drop the loaded state. No gradients are held to be discarded."""
         self.only_made_state = False
 
     def is_set_by_steps(self, key: str, value: Any) -> bool:
-        """Whether a step added this number to the param group; a load removes it if the checkpoint lacks it."""
+        """Whether steps added this number to the param group; a load removes it if the checkpoint lacks it."""
         return isinstance(value, int | float | Tensor) and key not in self.inner.defaults
 
     def convert_state_dict(self, state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[Tensor, StateDict]]:
         """Checks and converts a state dict for :meth:`QuantizedState.load_state_dict`, which documents the errors.
 
-        Returns a state dict for the inner optimizer, with the param groups but only the numbers of the state; and the
-        state to store for each parameter, with entries quantized.
+        Returns a state dict for the inner optimizer, which has only the numbers of the state, as the inner optimizer
+        would cast codes to the parameters' dtype; and the state to store for each parameter, with entries quantized.
         """
         saved, states = checked_containers(state_dict)
         groups, numbers, converted = self.inner.param_groups, dict(states), {}
@@ -245,7 +243,7 @@ class Entries:
 def _unquantized_format(shard: Shard, key: str, x: Any) -> EntryFormat:
     """Format of an unquantized entry of a checkpoint, given dtype and global shape of ``x``.
 
-    Raises ValueError if ``step:int`` is not a number, or a sharded parameter has an entry of another shape.
+    Raises ValueError if ``step:int``, say, is no integer, or a sharded parameter has an entry of another shape.
     """
     (name, _, kind), shape = key.partition(":"), tuple(x.shape)
     if kind and (shape or _NUMBERS.get(kind) != x.dtype):
@@ -275,10 +273,10 @@ def _checkpoint_entry(key: str, value: Any) -> tuple[str, Tensor]:
 
 
 def _copy_to_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Copies a loaded, unquantized entry to the parameter's device, with its strides if it has the same shape."""
+    """Copies a loaded, unquantized entry to the parameter's device; of equal shape, with its strides, too."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step":  # as in Optimizer.load_state_dict
+    if key == "step":  # stays where it is unless the param group (``options``) is fused or capturable, as in torch
         step = value.detach().clone()
         return step.to(param.device, torch.float32) if options.get("fused") or options.get("capturable") else step
     local, like = local_if_sharded(shard, value).detach(), local_if_sharded(shard, param)

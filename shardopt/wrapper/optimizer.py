@@ -112,6 +112,7 @@ class QuantizedState(Optimizer):
         return self._inner.state
 
     def __getattr__(self, name: str) -> Any:
+        """Passes on the inner optimizer's public methods, but none of its other attributes."""
         if not name.startswith("_") and callable(getattr(type(self._inner), name, None)):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -145,8 +146,9 @@ class QuantizedState(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_group(*self.param_groups)  # parameters may have been sharded since the last step
-        if self._internals.only_made_state:
+        if self._internals.only_made_state:  # else this step would not begin as an optimizer's first one
             self.state.clear()
+        # Collective, if all learning rates are 0.
         state_only = agree_on_dummy_step(self.param_groups, lambda: any(map(bool, self.state.values())))
         self._internals.only_made_state = state_only
         with self._inner_restored(attributes=state_only):
@@ -202,12 +204,12 @@ class QuantizedState(Optimizer):
         self._internals: Entries = state["_internals"]
         self._inner: Optimizer = self._internals.inner
         self.defaults = self._inner.defaults
-        super().__setstate__({})  # hooks
+        super().__setstate__({})  # makes the empty tables of hooks
 
     def check_group(self, *groups: Mapping[str, Any]) -> None:
         """Raises ValueError if an option in ``groups`` fails when parameters are stepped one at a time.
 
-        Raises RuntimeError if a parameter is sharded in a way that the optimizer cannot step with these options.
+        Raises RuntimeError if the optimizer, with these options, cannot step one of its parameters as it is sharded.
         """
         check_supported_options(self._inner, groups)
         name, entries = type(self._inner).__name__, self._internals
@@ -218,7 +220,7 @@ class QuantizedState(Optimizer):
                 what = "a flat shard (FSDP1, DeepSpeed's ZeRO)"
             elif needs_whole and shard.holders is not None:
                 what = "sharded, while an update of this optimizer depends on all of the parameter"
-            elif entries.is_quantized(shard) and entries.coded_spec(shard, ["exp_avg"]).has_column_cut_blocks:
+            elif entries.is_quantized(shard) and entries.coded_spec(shard, ["any entry"]).has_column_cut_blocks:
                 what = f"sharded by columns that end within blocks of {entries.options['block_size']} elements"
             if what is not None:
                 raise RuntimeError(
@@ -229,6 +231,7 @@ class QuantizedState(Optimizer):
 
     @without_autograd
     def _quantize_present_state(self) -> None:
+        """Encodes all state. Codes and scales stay: they do not have the parameter's dtype and shape."""
         params = [param for group in self.param_groups for param in group["params"] if self.state.get(param)]
         self.state.update({param: self._internals.encode_state(param, self.state[param]) for param in params})
 
@@ -253,9 +256,9 @@ class QuantizedState(Optimizer):
         """
         inner, attributes = self._inner, vars(self._inner)
         indices = [index for index, param in enumerate(group["params"]) if param.grad is not None]
-        for index in indices or (None,):  # a step without gradients advances counters, too
+        for index in indices or (None,):  # None: a step of no parameter, as counters advance without gradients, too
             for key in _numbers_in(attributes):
-                del attributes[key]  # a counter may have begun as an attribute of the class
+                del attributes[key]  # also counters that the last call added, in place of attributes of the class
             attributes.update(numbers)
             options = {key: _copied(x) for key, x in group.items() if key not in _PARAMS}
             of_param = {key: [] if index is None else [group[key][index]] for key in _PARAMS if key in group}
@@ -282,7 +285,7 @@ class QuantizedState(Optimizer):
             assert param.grad is not None
             target.grad = shard.local_gradient(param.grad)
         weights = target.detach().clone() if state_only else None
-        result = states.pop(param, {})  # the old state, until the step has succeeded
+        result = states.pop(param, {})  # to be stored after the step: the old state, unless the step succeeds
         if result:
             floats = self._internals.decode_state(param, result)
             states[target] = {key: local_if_sharded(shard, x) for key, x in floats.items()} if is_local else floats
