@@ -125,10 +125,7 @@ class GradientNorm:
         return norm, coefficient
 
     def scale_gradients(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients in place by a coefficient, in float32, and rounds once.
-
-        Args:
-            coefficient: float32, 0-d.
+        """Multiplies the gradients in place by a coefficient (float32, 0-d), in float32, and rounds once.
 
         Raises:
             RuntimeError: two parameters have the same gradient. Nothing was changed.

@@ -70,10 +70,8 @@ class GroupTables:
     ) -> npt.NDArray[np.void]:
         """The table of options for the kernels of a device: a row per param group, or per entry of ``scales``.
 
-        Args:
-            kernel_device: the kernels' device.
-            scales: for the pass that updates weights by orthogonalized directions: per row the index of the param
-                group, and a factor of its learning rate.
+        ``scales`` are given for Muon's second pass, which updates weights by orthogonalized directions: per row the
+        index of the param group, and a factor of its learning rate.
         """
         key = (kernel_device, scales)
         if key not in self._tables:

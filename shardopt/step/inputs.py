@@ -88,13 +88,9 @@ def describe_parameters(
 
     Once a parameter has a number in the model, sets ``context.is_numbered``, and numbers parameters without one.
 
-    Args:
-        param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
-        groups: the options of each param group.
-        context: the optimizer.
-        first_index: index of the first of these parameters among all parameters of the optimizer.
-        name: the name in errors, for a step of a single parameter; None to derive names from the param groups.
-        gradient_on_host: whether the gradient of a single parameter is in the host's memory.
+    ``param_groups`` may also be groups with their options and some of their parameters; ``first_index`` is the index of
+    the first of these in the optimizer. For a step of a single parameter, ``name`` is its name in errors, and
+    ``gradient_on_host`` says whether its gradient is in the host's memory.
 
     Raises:
         RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the

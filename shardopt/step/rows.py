@@ -44,13 +44,8 @@ def table_rows(
 ) -> Iterator[tuple[Any, ...]]:
     """Generates a parameter's table rows, of the dtype :data:`ROW`; each step fills in the gradients' addresses.
 
-    Args:
-        parameter: the parameter's description.
-        param: this rank's shard of the parameter.
-        state: the parameter's state.
-        residency: the devices of the state and of the step count, and whether they are offloaded.
-        seed: the option ``stochastic_rounding_seed``.
-        extreme_addresses: :attr:`CutBlocks.extreme_addresses`, of blocks that flat shards cut.
+    ``param`` is this rank's shard of the parameter, ``seed`` the option ``stochastic_rounding_seed``, and
+    ``extreme_addresses`` has :attr:`CutBlocks.extreme_addresses` of all blocks that flat shards cut.
 
     Raises:
         RuntimeError: an entry of the state has another dtype, size, device or layout.

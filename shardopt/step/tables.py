@@ -134,13 +134,8 @@ class StepTables:
     ) -> bool:
         """Takes the current gradients; returns False if the tables no longer fit parameters, state or gradients.
 
-        Runs collectives for gradients that are sharded unlike their parameters.
-
-        Args:
-            param_groups: the optimizer's param groups.
-            state: the optimizer's state.
-            gradients: this rank's shards of gradients, by the parameters' indices, where the caller already has them,
-                as for gradients in the host's memory. Other gradients are read from the parameters.
+        Runs collectives for gradients that are sharded unlike their parameters. ``gradients`` are shards that the
+        caller has already, by the parameters' indices, as those in the host's memory; others are read from parameters.
         """
         result = self.watched.read(param_groups, state, gradients)
         if result is not None:  # the tables have addresses only: these references keep the tensors alive until the step

@@ -100,9 +100,8 @@ class Passes:
         if self._operands is not None:  # strided: the kernels update a contiguous copy of the parameter
             param = self._operands[0].detach()
             copy = param.contiguous()
-            changed |= _write_addresses(
-                kernel_rows["param"], copy, (self._apply.first_elements * copy.itemsize).astype(np.uint64)
-            )
+            offsets = (self._apply.first_elements * copy.itemsize).astype(np.uint64)
+            changed |= _write_addresses(kernel_rows["param"], copy, offsets)
         self._apply.update(changed, *self._apply_options)
         self._apply.call.run(_C.Phase.step)
         if self._operands is not None and copy is not param:
