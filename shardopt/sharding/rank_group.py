@@ -147,7 +147,7 @@ class TorchRankGroup(RankGroup):
         reduced = self.to_group_device(tensor)
         for group in self.groups:  # one after another, along the dimensions of a mesh
             all_reduce(reduced, op, group=group)
-        if reduced is not tensor:  # but a copy on the group's device
+        if reduced is not tensor:  # it is a copy on the group's device
             tensor.copy_(reduced)
 
 

@@ -25,8 +25,8 @@ from shardopt.step.inputs import StepParameter
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 _CPU = torch.device("cpu")
 
-#: Parameters with equal keys are in one batch: their option ``offload``; and None, but the parameter's index if it or
-#: its gradient is strided, so that it has a batch of its own.
+#: What the parameters of a batch have in common: the option ``offload``; and None if they and their gradients are
+#: contiguous, otherwise the index of the batch's only parameter.
 BatchKey = tuple[Offload, int | None]
 
 
@@ -65,7 +65,7 @@ class Batch:
         if offload is None:
             call: Call = make(self.kernel_rows, steps)
         else:
-            # Rows follow each other by parameter and unit; a new one of either begins a transfer unit.
+            # Rows are sorted by parameter and unit: a unit begins where either changes, and at the first row.
             units = np.cumsum((np.diff(self.parameters, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
             gradient_on_host = any(parameter.gradient_on_host for parameter in counted)
             # A gradient that is in the host's memory already, where the kernels run, is not copied.

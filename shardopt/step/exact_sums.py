@@ -76,9 +76,9 @@ class ExactSums:
                     other.copy_(total)
 
     def total(self) -> Tensor | None:
-        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if no rule here needs totals.
+        """The sums over all parameters and ranks: int64, (sums, words), on the host.
 
-        Collective among the ranks of the parameters with such rules.
+        None if this rank has no parameter whose rule needs them. Collective among the ranks that have such parameters.
 
         Raises:
             RuntimeError: no mesh has all ranks that share parameters; or a CUDA graph captures the step.

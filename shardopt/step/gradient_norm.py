@@ -23,7 +23,7 @@ from shardopt.step.over_all import OverAll
 Shares = Mapping[HoldersForSums | None, Tensor]
 
 #: A table row: `cols` elements of the gradient of `parameter` (an index), from the index `element` on, and the address
-#: `sums` of the buffer to which the kernels add them. A flat parameter has a row per model parameter.
+#: `sums` of the buffer to which kernels add their squares. A flat parameter has a row per model parameter.
 _ROW = np.dtype([(name, np.int64) for name in ("parameter", "element", "cols", "sums")])
 
 

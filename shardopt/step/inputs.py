@@ -86,7 +86,7 @@ def describe_parameters(
 ) -> list[StepParameter]:
     """Describes all parameters of a step.
 
-    Once a parameter has a number in the model, sets ``context.is_numbered``, and numbers parameters without one.
+    Once a parameter uses its number in the model, sets ``context.is_numbered``, and has all others use theirs.
 
     ``param_groups`` may also be groups with their options and some of their parameters; ``first_index`` is the index of
     the first of these in the optimizer. For a step of a single parameter, ``name`` is its name in errors, and
@@ -296,7 +296,7 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
         raise RuntimeError(f"{name}: got a parameter of {param.dtype}, expected {supported}; {remedy}")
     check_storage(name, "parameter", param)
     check_sign(name, "parameter", param)
-    if torch._debug_has_internal_overlap(param) == 1:  # certain, as for an expanded tensor
+    if torch._debug_has_internal_overlap(param) == 1:  # 1: for certain, as in an expanded tensor
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"

@@ -53,7 +53,7 @@ def _exchanging_ranks(parameter: StepParameter, slice_: SliceSpec, group: Group)
         found[shard.make_part_group()] = True
     if rule.orthogonalized is not None:  # the ranks with parts of Muon's matrices, or that divide the work on copies
         found[shard.make_part_group() or parameter.replica_ranks] = True
-    # None stands for no other ranks.
+    # The key None stands for this rank alone.
     return {ranks: needs_all_gradients for ranks, needs_all_gradients in found.items() if ranks is not None}
 
 

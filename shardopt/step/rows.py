@@ -59,7 +59,7 @@ def table_rows(
         low_bytes = spec.weights.low_bits // 8
         widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
         of_slice = {
-            "gradient": 0,  # StepTables.update writes the address
+            "gradient": 0,  # Batch.fill writes the address
             "step": slice_state["step"].data_ptr(),
             "sums": parameter.sum_addresses.get(index, 0),
             "numel": float(math.prod(spec.shard.global_shape)),

@@ -138,7 +138,7 @@ class StepTables:
         caller has already, by the parameters' indices, as those in the host's memory; others are read from parameters.
         """
         result = self.watched.read(param_groups, state, gradients)
-        if result is not None:  # the tables have addresses only: these references keep the tensors alive until the step
+        if result is not None:  # the tables have addresses only: these references keep tensors alive until the step
             self.gradients, self._stepped = result
         return result is not None
 
@@ -148,7 +148,7 @@ class StepTables:
         If other parameters have a gradient than in the last step, makes new batches, and changes :attr:`plan`.
 
         Returns:
-            Whether the parameters with a gradient, or a gradient's dtype or strides, have changed since the last step.
+            Whether gradients changed in more than address: which parameters have one, its dtype, whether it is strided.
         """
         kinds = self.watched.gradient_kinds()
         if has_changed := kinds != self._kinds:
@@ -184,7 +184,7 @@ class StepTables:
         Raises:
             torch.OutOfMemoryError: a device lacks memory for a copy of a strided tensor: none of its parameters was
                 changed. Or for one of Muon's waves: the parameters of earlier waves and those without Muon were
-                stepped. Parameters on other devices may have been stepped: devices take turns.
+                stepped. Devices are stepped one after another, in the order of their first parameters.
         """
         if self._sums is not None:
             self._add_up(self._sums)

@@ -60,7 +60,7 @@ def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
         with replaced_parameters(engine.module, _masters(wrapper)):
             yield engine.module, engine.basic_optimizer
         return
-    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):  # not ZeRO 3: param groups have the masters anyway
+    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):  # not ZeRO 3: all is in the param groups
         yield engine.module, engine.basic_optimizer
         return
     from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]

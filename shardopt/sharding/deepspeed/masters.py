@@ -42,7 +42,7 @@ def _share_stages_1_and_2(wrapper: Any) -> None:
         rank = dist.get_rank(wrapper.real_dp_process_group[index])
         shared |= _share(master, wrapper.parallel_partitioned_bit16_groups[index][rank])
     if shared:
-        wrapper._link_all_hp_params()  # parameters have views of their masters, of the memory before
+        wrapper._link_all_hp_params()  # renews the parameters' views of masters, which have the old memory
     if shared and "_get_groups_without_padding" not in vars(wrapper):
         without_padding = wrapper._get_groups_without_padding
         # Clones for checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
