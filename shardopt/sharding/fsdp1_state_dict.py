@@ -75,7 +75,7 @@ def hook_fsdp1(module: Any) -> None:
 def hook_state_dict(module: Any) -> None:
     """Wraps functions of ``torch.distributed.checkpoint.state_dict``: refuses unsupported state before torch steps.
 
-    To create state, torch steps an optimizer that has none. If torch lacks these functions, only FSDP's refuse, too late.
+    To create state, torch steps an optimizer that has none. If torch lacks these functions, FSDP's refuse it: too late.
     """
     save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
     if save is None or load is None:

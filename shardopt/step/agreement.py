@@ -133,13 +133,9 @@ class StepPlan:
         return {**entry.properties, _GRADIENT: entry.parameter in self._with_gradient}
 
     def agree(self, agreed: StepPlan | None) -> StepPlan:
-        """Runs the consistency checks of all sets of ranks, and compares changed descriptions. Called once per step.
+        """Runs the consistency checks of all sets of ranks, compares changed descriptions, and returns this plan.
 
-        Args:
-            agreed: the last plan that the ranks agreed on; None in the first step.
-
-        Returns:
-            This plan, on which the ranks have now agreed.
+        Called once per step, with the last plan that the ranks agreed on, or None in the first step. Collective.
 
         Raises:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was

@@ -60,7 +60,8 @@ class OverAll:
         counts_twice = any(copied_on & each.members for each in outside)
         has_only_empty = bool(outside) and not sharded and not has_replicated  # the other ranks do not write
         self._is_incomplete = lacks_some or counts_twice or has_only_empty
-        # A name for these sets of ranks. Calls are counted per name, as ranks may be in different sets.
+        # Equal on ranks that write a result and ranks that read it. Calls are counted per subject, as ranks may have
+        # different sets.
         sets = sorted(sorted(each.members) for each in (*self.reductions, *self._read_from_store))
         self._subject = digest_of(repr((sets, has_replicated))).hex()
         self._is_first = True
