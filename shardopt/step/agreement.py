@@ -122,7 +122,7 @@ class StepPlan:
         return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
 
     def _digest(self, entries: Sequence[PlanEntry]) -> bytes:
-        """The digest of entries; of gradients, it counts only those on which the sizes of messages depend."""
+        """The digest of entries, with whether parameters have a gradient where the sizes of messages depend on it."""
         described = [self._described(entry) if entry.sizes_messages else entry.properties for entry in entries]
         return digest_of(json.dumps(described))
 

@@ -65,7 +65,7 @@ class Batch:
         if offload is None:
             call: Call = make(self.kernel_rows, steps)
         else:
-            # Rows are sorted by parameter and unit: a unit begins where either changes, and at the first row.
+            # Rows are sorted by parameter and unit: a unit begins where either changes. No row has the number -1.
             units = np.cumsum((np.diff(self.parameters, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
             gradient_on_host = any(parameter.gradient_on_host for parameter in counted)
             # A gradient that is in the host's memory already, where the kernels run, is not copied.
