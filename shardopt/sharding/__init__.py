@@ -27,7 +27,7 @@ class _DTensors(Kind):
 
 class _FSDP1(Kind):
     def shard_of(self, param: Tensor) -> Shard | None:
-        if getattr(param, "_fsdp_flattened", False):
+        if getattr(param, "_fsdp_flattened", False):  # no shard was assigned, else layout.shard_of had returned it
             raise UnknownShardError(
                 "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one "
                 "that does; import shardopt before wrapping the model, or call optimizer.attach(model) once after "

@@ -27,7 +27,7 @@ from shardopt.layout import BlockGrid, HoldersForSums, Shard
 from shardopt.layout.partition import Cut, GridPartition
 from shardopt.sharding.rank_group import TorchRankGroup, local_device, make_group, move_to
 
-_MOST_CACHED = 8192
+_MOST_CACHED = 8192  # shards; then the cache is emptied, as shards keep meshes alive
 
 
 class DTensorShard(Shard):
@@ -49,7 +49,7 @@ class DTensorShard(Shard):
                 f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
             )
         self._mesh, self._placements = mesh, placements
-        if device is None or device.type != mesh.device_type:  # offloaded, or without memory
+        if device is None or device.type != mesh.device_type:  # a parameter on the host or the meta device
             device = local_device(mesh.device_type)
         self._device = device
         #: The mesh dimensions that shard the parameter; it is replicated along the others.
@@ -61,10 +61,11 @@ class DTensorShard(Shard):
         self.is_here = self._coordinate is not None
         rank_offset = sum(index * stride for index, stride in zip(self._coordinate or (), strides, strict=False))
         super().__init__(global_shape, GridPartition(tuple(cuts)), rank_offset)
-        if not self.is_here:  # torch makes an empty local tensor
+        if not self.is_here:  # torch makes an empty, 1-D local tensor on a rank outside of the mesh
             self.indices, self.local_shape = ((0, 0),) * len(global_shape), (0,)
 
     def _make_scales(self, grid: BlockGrid) -> DTensorShard:
+        # If shards cut blocks in columns, only rows stay sharded: each rank has all scales of its rows.
         is_alike = self.partition.of_scales(grid) == self.partition
         placements = tuple(p if is_alike or getattr(p, "dim", 0) == 0 else Replicate() for p in self._placements)
         return DTensorShard((grid.rows, grid.blocks_per_row), self._mesh, placements, self._device)

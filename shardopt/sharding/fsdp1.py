@@ -44,7 +44,7 @@ def install(module: ModuleType) -> None:
 
 
 def _read_if_alive(reference: weakref.ref[Module]) -> None:
-    """Assigns the shards of a model's parameters; only a weak reference, as parameters may outlive their model."""
+    """Assigns shards to a model's parameters. The reference is weak: parameters must not keep their model alive."""
     model = reference()
     if model is not None:
         read_fsdp1(model)
@@ -71,6 +71,7 @@ def read_fsdp1(model: Module) -> None:
         shards = _shards_of_unit(unit)
         if handle._use_orig_params:
             for param, shape, shard in zip(handle.flat_param._params, handle.flat_param._shapes, shards, strict=True):
+                # With NO_SHARD, parameters are ordinary tensors of their shapes.
                 assign(param, shard if handle.uses_sharded_strategy else Shard(tuple(shape)))
         else:
             assign(handle.flat_param, _flat_buffer(handle, of_unit, shards, prefixes))
@@ -114,7 +115,7 @@ def _flat_buffer(
 ) -> FlatBuffer:
     """The contents of a unit's flat parameter, for ``use_orig_params=False``.
 
-    ``prefixes`` are those of parameters' names, by ``id(module)``: several for a module that others share.
+    ``prefixes`` has the prefixes of parameters' names, by ``id(module)``: several for a module that others share.
     """
     flat = handle.flat_param
     segments = []
@@ -143,6 +144,7 @@ def _replicas(unit: Any) -> TorchRankGroup | None:
     if across_nodes is None or not handle.uses_sharded_strategy or across_nodes.size() == 1:
         return None
     replicas, shards = (TorchRankGroup((group,), handle.device) for group in (across_nodes, handle.process_group))
+    # FlatShard.holders_for_sums computes the other shards' copies from the distances between ranks.
     if any(rank_spacing(group.global_ranks, len(group.global_ranks)) is None for group in (replicas, shards)):
         return None
     return replicas

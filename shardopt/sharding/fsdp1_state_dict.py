@@ -75,7 +75,7 @@ def hook_fsdp1(module: Any) -> None:
 def hook_state_dict(module: Any) -> None:
     """Wraps functions of ``torch.distributed.checkpoint.state_dict``: refuses unsupported state before torch steps.
 
-    To create state, torch steps an optimizer that has none. Without these functions, only FSDP's refuse, afterwards.
+    To create state, torch steps an optimizer that has none. If torch lacks these functions, FSDP's refuse it: too late.
     """
     save, load = getattr(module, "_get_optim_state_dict", None), getattr(module, "_load_optim_state_dict", None)
     if save is None or load is None:
@@ -135,7 +135,7 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any] | None, info: 
 def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed, for any number of ranks.
 
-    Param groups lose the entry with this rank's elements, and get one with the names of the packed moments. If the
+    Param groups lose ``held_elements``, which are this rank's, and get ``packed_moments``, the moments' names. If the
     optimizer has no state yet, trainable parameters get the initial state of their first step, because
     torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
     """

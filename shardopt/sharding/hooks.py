@@ -67,6 +67,7 @@ def install_hooks(packages: Container[str]) -> None:
 
 
 def _installer(name: str) -> Callable[[ModuleType], None]:
+    """The hook of this name (see ``HOOKS``) as a callback, which imports shardopt's part only when it is called."""
     return lambda module: pkgutil.resolve_name(f"shardopt.{name}")(module)
 
 
@@ -81,7 +82,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 @dataclass(eq=False)
 class _Finder(MetaPathFinder):
-    """Import finder for one module: asks the other finders, and has the loader call back after the import."""
+    """Import finder for one module: asks the finders behind it, and has their loader call back after the import."""
 
     _name: str
     _callback: Callable[[ModuleType], None]

@@ -37,7 +37,7 @@ def local_device(device_type: str, group: ProcessGroup | None = None) -> torch.d
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:
-    """The device of tensors for a group's collectives: the CPU if the back end can. None: the group of all ranks."""
+    """The device of tensors for a group's collectives: the CPU if the group has a back end for it, such as gloo."""
     group = GroupMember.WORLD if group is None else group
     assert group is not None
     devices = {device.type for device in group._device_types}
@@ -131,9 +131,8 @@ class TorchRankGroup(RankGroup):
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> Callable[[], object]:
         (group,) = self.groups
-        bytes_received, bytes_sent = (
-            [size * sent.itemsize for size in sizes] for sizes in (received_sizes, sent_sizes)
-        )
+        bytes_received = [size * received.itemsize for size in received_sizes]
+        bytes_sent = [size * sent.itemsize for size in sent_sizes]
         received, sent = (x.view(torch.uint8) for x in (received, sent))  # back ends differ in the dtypes they take
         work = all_to_all_single(received, sent, bytes_received, bytes_sent, group=group, async_op=True)
         return cast(Callable[[], object], work.wait)
@@ -146,9 +145,9 @@ class TorchRankGroup(RankGroup):
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         reduced = self.to_group_device(tensor)
-        for group in self.groups:
+        for group in self.groups:  # one after another, along the dimensions of a mesh
             all_reduce(reduced, op, group=group)
-        if reduced is not tensor:
+        if reduced is not tensor:  # it is a copy on the group's device
             tensor.copy_(reduced)
 
 

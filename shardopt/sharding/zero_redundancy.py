@@ -43,7 +43,7 @@ def install(module: ModuleType) -> None:
 
 
 def _set_indices_and_peers(outer: Any) -> None:
-    """Gives the inner optimizer all parameters' indices and the ranks that step the others; drops ``param_names``."""
+    """Gives the inner optimizer all parameters' indices and the ranks that step them; drops ``param_names``."""
     inner = getattr(outer, "optim", None)  # None while the first param groups are added
     if isinstance(inner, ShardedOptimizer):
         for group in (*outer.param_groups, *inner.param_groups):

@@ -42,7 +42,7 @@ Answers = npt.NDArray[np.int32]
 
 
 class PlanEntry(NamedTuple):
-    """A parameter whose data a set of ranks exchanges. The ranks of the set compare digests of all their entries.
+    """A parameter, or a slice of a flat one, whose data a set of ranks exchanges; they compare digests of all entries.
 
     Attributes:
         parameter: the parameter's index in the step.
@@ -106,6 +106,7 @@ class StepPlan:
         self._checks = {ranks: self._answers(ranks) for ranks in self._sets if self._is_checked(ranks)}
 
     def _is_checked(self, ranks: RankGroup) -> bool:
+        """Whether a step checks a set: always in a full step on the CPU, otherwise only if the set exchanges data."""
         if not self.is_single and self._devices[ranks].type == "cpu":
             return True
         return any(
@@ -114,12 +115,14 @@ class StepPlan:
         )
 
     def _answers(self, ranks: RankGroup) -> Answers:
+        """This rank's answers to a set of ranks if its description did not change."""
         may_have = {each.parameter: each.may_have_gradient for each in self._sets[ranks] if each.needs_all_gradients}
         has = [may and index in self._with_gradient for index, may in may_have.items()]
         lacks = [may and index not in self._with_gradient for index, may in may_have.items()]
         return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
 
     def _digest(self, entries: Sequence[PlanEntry]) -> bytes:
+        """The digest of entries, with whether parameters have a gradient where the sizes of messages depend on it."""
         described = [self._described(entry) if entry.sizes_messages else entry.properties for entry in entries]
         return digest_of(json.dumps(described))
 
@@ -130,13 +133,9 @@ class StepPlan:
         return {**entry.properties, _GRADIENT: entry.parameter in self._with_gradient}
 
     def agree(self, agreed: StepPlan | None) -> StepPlan:
-        """Runs the consistency checks of all sets of ranks, and compares changed descriptions. Called once per step.
+        """Runs the consistency checks of all sets of ranks, compares changed descriptions, and returns this plan.
 
-        Args:
-            agreed: the last plan that the ranks agreed on; None in the first step.
-
-        Returns:
-            This plan, on which the ranks have now agreed.
+        Called once per step, with the last plan that the ranks agreed on, or None in the first step. Collective.
 
         Raises:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
@@ -146,7 +145,7 @@ class StepPlan:
             self._on_gpus = agreed._on_gpus
         last = {} if agreed is None else agreed._digests
         sets = list(self._sets)
-        if last.keys() != self._digests.keys():
+        if last.keys() != self._digests.keys():  # also sets that this rank has left, as their other ranks check
             sets = sorted(dict.fromkeys([*sets, *last]), key=order_of)
         outcomes: dict[RankGroup, _Outcome] = {}
         for ranks in sets:
@@ -158,7 +157,8 @@ class StepPlan:
         is_read_here_only = _Outcome.differs_here_only in outcomes.values()
         if all_reduce_any(linked, bool(differing) or is_read_here_only):
             self._on_gpus.clear()  # the next check is read, too
-            found = [self._first_difference(ranks) for ranks in differing]  # of all, as their other ranks wait
+            # Of all sets that differ, although the error names one difference: the sets' other ranks wait.
+            found = [self._first_difference(ranks) for ranks in differing]
             found.append(_READ_HERE_ONLY if is_read_here_only else _HELD_ELSEWHERE)
             raise RuntimeError(
                 f"got ranks that differ in {next(filter(None, found))}, expected the same on all ranks that step "
@@ -172,7 +172,7 @@ class StepPlan:
 
         ``has_changed`` says whether this rank's description for the set differs from the one in ``agreed``.
         """
-        plan = self if agreed is None or ranks in self._sets else agreed
+        plan = self if agreed is None or ranks in self._sets else agreed  # the latter: a set that this rank has left
         device, answers = plan._devices[ranks], self._checks.get(ranks)
         if has_changed:  # say only "changed", in a message of the last agreed length, which other ranks expect
             answers = None if agreed is None else agreed._checks.get(ranks)
@@ -182,6 +182,7 @@ class StepPlan:
         found = None if answers is None else self._all_reduced(ranks, answers, device)
         if found is not None and _differ(found):
             return _Outcome.differs_here_only if device.type == "cuda" else _Outcome.differs
+        # Without answers (a first step, or no check in the last plan), the ranks that changed compare digests at once.
         if answers is None or (found is not None and found[_CHANGED]):
             if not _are_equal(ranks, self._digests.get(ranks, bytes(_DIGEST_BYTES))):
                 return _Outcome.differs

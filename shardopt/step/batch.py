@@ -25,8 +25,8 @@ from shardopt.step.inputs import StepParameter
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 _CPU = torch.device("cpu")
 
-#: Key by which parameters are grouped into batches: their option ``offload``, and an index, which is None if parameter
-#: and gradient are contiguous; a parameter that is strided, or whose gradient is, has a batch of its own.
+#: What the parameters of a batch have in common: the option ``offload``; and None if they and their gradients are
+#: contiguous, otherwise the index of the batch's only parameter.
 BatchKey = tuple[Offload, int | None]
 
 
@@ -65,8 +65,10 @@ class Batch:
         if offload is None:
             call: Call = make(self.kernel_rows, steps)
         else:
+            # Rows are sorted by parameter and unit: a unit begins where either changes. No row has the number -1.
             units = np.cumsum((np.diff(self.parameters, prepend=-1) != 0) | (np.diff(rows["unit"], prepend=-1) != 0))
-            gradient_on_host = any(parameter.gradient_on_host for parameter in counted)  # then it is not copied there
+            gradient_on_host = any(parameter.gradient_on_host for parameter in counted)
+            # A gradient that is in the host's memory already, where the kernels run, is not copied.
             fields = PARAM_FIELDS if gradient_on_host else residencies.MOVES[offload]
             transfers, size = context.residency.transfers(device, offload), residencies.CHUNK_BYTES
             call = StreamedCall(self.kernel_rows, steps, rows["extent"], units, fields, transfers, size, make)
@@ -91,7 +93,10 @@ def kernel_device(device: torch.device, offload: Offload) -> torch.device:
 
 
 def run_phases(calls: Sequence[Call], cuts: CutBlocks | None) -> None:
-    """Updates parameters by kernel calls, with all-reduces of cut blocks between phases, which all ranks must join."""
+    """Updates parameters by kernel calls, with all-reduces of cut blocks between phases, which all ranks must join.
+
+    The first phase updates whole blocks, and computes this rank's extremes of cut blocks, which the last one updates.
+    """
     if cuts:
         cuts.copy_scales()
         cuts.clear_extremes()

@@ -19,7 +19,7 @@ class StepContext(Protocol):
     Attributes:
         residency: decides on which device the state of each parameter is kept, and moves the state there.
         skipped: counts the gradient elements that kernels skipped as NaN or Inf.
-        model_indices: the parameters' indices in the whole model, for an optimizer that has only some parameters.
+        model_indices: inside ZeroRedundancyOptimizer, the parameters' indices among all ranks' parameters; else empty.
         is_numbered: whether a parameter has, or once had, a number by its place in the model, which seeds its noise.
         copies: replicated parameters that the ranks orthogonalize only once, each with the ranks that hold copies.
         captured: objects whose memory captured CUDA graphs use in replays; kept alive, so that the list only grows.
@@ -33,10 +33,12 @@ class StepContext(Protocol):
     captured: list[object]
 
     def group_of(self, options: Mapping[str, Any]) -> Group:
-        """Checks the options of a param group and returns them in the form that a step uses."""
+        """Checks the options of a param group, normalizes them there, and returns them in the form that a step uses."""
 
     def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         """Computes hyper-parameters from sums over all parameters: int64, (sums, words); None if this rank has no sums.
+
+        Collective if other ranks' optimizers have the model's other parameters (ZeroRedundancyOptimizer).
 
         Returns:
             Per param group, the hyper-parameters that replace the group's own in the current step.

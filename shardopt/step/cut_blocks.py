@@ -15,7 +15,8 @@ from shardopt.state.encoding import cut_quantized_blocks
 from shardopt.state.slice_spec import SliceSpec, StateDict
 from shardopt.step.agreement import order_of
 
-#: By shard and block number, of blocks that flat shards cut: the address of the extremes of each moment, 0 for others.
+#: For each block that flat shards cut, by shard and the block's number: per moment the address of its extremes, padded
+#: with zeros to the table's width.
 ExtremeAddresses = dict[tuple[Shard, int], list[int]]
 
 
@@ -76,7 +77,7 @@ class CutBlocks:
         device: the device.
 
     Attributes:
-        extreme_addresses: the addresses of the extremes.
+        extreme_addresses: where kernels write, and later read, the extremes of blocks that flat shards cut.
         has_relative: whether a moment is coded in units of the root of another moment, and so in a later phase.
     """
 
@@ -100,6 +101,7 @@ class CutBlocks:
         self.select_columns(())
 
     def __bool__(self) -> bool:
+        """Whether a step of the selected parameters exchanges anything."""
         return bool(self._columns or self._flat_extremes)
 
     def select_columns(self, columns: Iterable[CutColumns]) -> None:

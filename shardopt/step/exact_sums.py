@@ -31,7 +31,7 @@ class ExactSums:
     def __init__(self, parameters: Iterable[tuple[StepParameter, Rule, torch.device]]) -> None:
         self._per_parameter: dict[RankGroup | None, list[Tensor]] = {}
         self._totals: dict[HoldersForSums | None, list[Tensor]] = {}  # this rank's parts
-        # The slices with the same kind of sums, and whose shards the same ranks hold; with the number of sums.
+        # By kind of sums (totals or not) and holders: parameter, index of the slice, number of sums, kernels' device.
         alike: dict[tuple[bool, Any], list[tuple[StepParameter, int, int, torch.device]]] = {}
         for parameter, rule, device in parameters:
             for index, slice_ in enumerate(parameter.slices):
@@ -76,9 +76,9 @@ class ExactSums:
                     other.copy_(total)
 
     def total(self) -> Tensor | None:
-        """The sums over all parameters and ranks: int64, (sums, words), on the host; None if no parameter is here.
+        """The sums over all parameters and ranks: int64, (sums, words), on the host.
 
-        Collective among the ranks that have such parameters.
+        None if this rank has no parameter whose rule needs them. Collective among the ranks that have such parameters.
 
         Raises:
             RuntimeError: no mesh has all ranks that share parameters; or a CUDA graph captures the step.

@@ -22,7 +22,8 @@ from shardopt.step.over_all import OverAll
 #: This rank's exact sums of squares, or largest magnitudes, by the ranks to reduce them over: int64, on the CPU.
 Shares = Mapping[HoldersForSums | None, Tensor]
 
-#: A table row: the elements of one model parameter in a gradient, from index `element` on; `sums` is an address.
+#: A table row: `cols` elements of the gradient of `parameter` (an index), from the index `element` on, and the address
+#: `sums` of the buffer to which kernels add their squares. A flat parameter has a row per model parameter.
 _ROW = np.dtype([(name, np.int64) for name in ("parameter", "element", "cols", "sums")])
 
 
@@ -61,9 +62,9 @@ class GradientNorm:
         self._originals: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
         read_gradient = partial(_read_gradient, self._shards, self._originals)  # no method: that would keep this alive
         self._watched = _C.Inputs([{"params": params}], {}, self._shards, entries, shard_of, read_gradient)
-        self._selected: tuple[bytes, list[int]] | None = None
+        self._selected: tuple[bytes, list[int]] | None = None  # gradient_kinds() and `_originals` that batches are for
         self._batches: list[_NormBatch] = []
-        if not self.take_gradients(params):
+        if not self.take_gradients(params):  # a gradient cannot be read: say which and why, if known
             for index, param in enumerate(params):
                 if param.grad is not None:
                     check_gradient(f"parameter {index} of shape {tuple(param.shape)}", param.grad, param.dtype)
@@ -72,7 +73,7 @@ class GradientNorm:
             )
 
     def take_gradients(self, params: list[Tensor]) -> bool:
-        """Takes the current gradients; to be called before each of the other methods.
+        """Takes the current gradients, and selects their table rows; to be called before each of the other methods.
 
         Runs collectives for gradients that are not sharded like their parameters.
 
@@ -103,7 +104,7 @@ class GradientNorm:
             host_shares: this rank's sums or magnitudes of gradients in the host's memory, to be included.
 
         Returns:
-            float32, 0-d, on the device of the first parameter.
+            The norm, and the coefficient: each float32, 0-d, on the device of the first parameter.
         """
         for sums in self._sums.values():
             for device, words in sums.items():
@@ -124,16 +125,13 @@ class GradientNorm:
         return norm, coefficient
 
     def scale_gradients(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by a coefficient, in float32, and rounds once.
-
-        Args:
-            coefficient: float32, 0-d.
+        """Multiplies the gradients in place by a coefficient (float32, 0-d), in float32, and rounds once.
 
         Raises:
             RuntimeError: two parameters have the same gradient. Nothing was changed.
         """
         for batch in self._batches:
-            batch.demand_apart()
+            batch.demand_apart()  # on all devices, before anything is changed
         for batch in self._batches:
             batch.call(_C.NormPass.scale, batch.in_place, coefficient)
             for index in batch.others:

@@ -21,8 +21,8 @@ class Group(NamedTuple):
         rule: the update rule, such as Adam's.
         table_format: the options in :data:`shardopt.state.options.TABLE_FORMAT`, whose change needs new tables.
         hyper: the rule's hyper-parameters.
-        lr: the learning rate if it is on a device; ``hyper["lr"]`` is then 0.
-        gradient_sign: -1 to ascend.
+        lr: the learning rate if it is a tensor on a GPU, which the kernels read there; ``hyper["lr"]`` is then 0.
+        gradient_sign: a factor of the gradient: -1 with ``maximize=True``, otherwise 1.
         nonfinite: the option ``nonfinite``.
     """
 
@@ -50,7 +50,7 @@ class GroupTables:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The tensors (learning rates on a device) whose addresses are in the tables."""
+        """The tensors whose addresses are in the tables: copies of learning rates on GPUs."""
         return list(self._lr.values())
 
     def replace(self, groups: list[Group]) -> bool:
@@ -70,10 +70,8 @@ class GroupTables:
     ) -> npt.NDArray[np.void]:
         """The table of options for the kernels of a device: a row per param group, or per entry of ``scales``.
 
-        Args:
-            kernel_device: the kernels' device.
-            scales: for the pass that updates weights by orthogonalized directions: per row the index of the param
-                group, and a factor of its learning rate.
+        ``scales`` are given for Muon's second pass, which updates weights by orthogonalized directions: per row the
+        index of the param group, and a factor of its learning rate.
         """
         key = (kernel_device, scales)
         if key not in self._tables:
@@ -82,7 +80,11 @@ class GroupTables:
         return self._tables[key]
 
     def _row(self, kernel_device: torch.device, index: int, scale: float | None) -> tuple[Any, ...]:
-        """A row of ``_C.group_row``; copies a learning rate on a device in the order of the current stream."""
+        """A row of ``_C.group_row``; see :meth:`rows_for`.
+
+        A learning rate on a GPU is copied, in the current stream, to a float32 scalar to which the row points. For
+        kernels that run on the CPU the row has its value, for which the host waits.
+        """
         group = self.groups[index]
         rule, hyper, sign = group.rule.name, group.hyper, group.gradient_sign
         if self._from_totals is not None:
@@ -94,7 +96,7 @@ class GroupTables:
             if (kernel_device, index) not in self._lr:
                 self._lr[kernel_device, index] = torch.zeros((), dtype=torch.float32, device=kernel_device)
             lr = self._lr[kernel_device, index].copy_(group.lr.reshape(())).data_ptr()
-        if scale is not None:
+        if scale is not None:  # directions have the gradient's sign already
             assert group.rule.orthogonalized is not None
             rule, hyper, sign = group.rule.orthogonalized.applied_rule, {**hyper, "scale": scale}, 1.0
         policy = _C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip

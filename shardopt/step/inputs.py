@@ -37,7 +37,8 @@ class StepParameter:
         position: index among the parameters of the param group.
         device: device of the parameter's memory.
         spec: describes the parameter's state; None for a parameter without gradient that cannot be stepped.
-        number: index among all of the model's parameters, which seeds the noise of stochastic rounding.
+        number: index among all of the model's parameters, or of the optimizer's if the model is not known; seeds the
+            noise of stochastic rounding. Slices of a flat buffer have numbers of their own (``SliceSpec.number``).
         replica_ranks: ranks that hold replicas and divide the orthogonalization of parameters among them; or None.
         gradient_on_host: whether the gradient is in the host's memory, for a parameter with ``offload="step"`` whose
             attribute ``grad`` is None.
@@ -83,15 +84,13 @@ def describe_parameters(
     name: str | None,
     gradient_on_host: bool,
 ) -> list[StepParameter]:
-    """Describes all parameters of a step. Sets ``context.is_numbered``, if a parameter has a number in the model.
+    """Describes all parameters of a step.
 
-    Args:
-        param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
-        groups: the options of each param group.
-        context: the optimizer.
-        first_index: index of the first of these parameters among all parameters of the optimizer.
-        name: the name in errors, for a step of a single parameter; None to derive names from the param groups.
-        gradient_on_host: whether the gradient of a single parameter is in the host's memory.
+    Once a parameter uses its number in the model, sets ``context.is_numbered``, and has all others use theirs.
+
+    ``param_groups`` may also be groups with their options and some of their parameters; ``first_index`` is the index of
+    the first of these in the optimizer. For a step of a single parameter, ``name`` is its name in errors, and
+    ``gradient_on_host`` says whether its gradient is in the host's memory.
 
     Raises:
         RuntimeError: the shard of a parameter is not known, or a parameter with a gradient is sharded in a way that the
@@ -102,14 +101,14 @@ def describe_parameters(
     unnumbered: list[str] = []  # parameters whose noise depends on their places in the optimizer
     params = [param for group in param_groups for param in group["params"]]
     context.is_numbered |= any(number_of(param) is not None for param in params)
-    if context.is_numbered:  # parameters may have been assigned to the groups
+    if context.is_numbered:  # the user may have put other parameters into the groups since they were numbered
         use_numbers(param for param in params if number_of(param) is None)
     for group_index, options in enumerate(param_groups):
         for position, param in enumerate(options["params"]):
             try:
                 spec = tensor_spec_of(param, options, groups[group_index].rule.moments)
             except UnknownShardError:
-                raise  # even on ranks without a gradient, for which other ranks would wait
+                raise  # even without a gradient: ranks that have one would wait for this rank's data
             except (RuntimeError, ValueError):
                 if param.grad is not None or gradient_on_host:
                     raise
@@ -122,7 +121,7 @@ def describe_parameters(
             if number is None:
                 number = context.model_indices.get(param, first_index + index)
                 is_random = spec is not None and any(slice_.is_random for slice_ in spec.slices)
-                if is_random and not isinstance(assigned(param), FlatBuffer):
+                if is_random and not isinstance(assigned(param), FlatBuffer):  # whose slices have numbers
                     unnumbered.append(full_name)
             of_group = index, full_name, group_index, position
             parameters.append(StepParameter(*of_group, device, spec, number, replica_ranks, gradient_on_host))
@@ -138,7 +137,10 @@ def describe_parameters(
 
 
 def _demand_distinct_noise(parameters: Sequence[StepParameter]) -> None:
-    """Raises UnknownShardError if slices of flat buffers, which are rounded at random, would have the same noise."""
+    """Raises UnknownShardError if slices of flat buffers, which are rounded at random, would have the same noise.
+
+    Slices are numbered within the model that was read. If it is only a part, others may have the same numbers.
+    """
     random_slices = [(parameter, x.number) for parameter in parameters for x in parameter.slices if x.is_random]
     seeds = [parameter.number if number is None else number for parameter, number in random_slices]
     if len(set(seeds)) < len(seeds) and any(number is not None for _, number in random_slices):
@@ -185,7 +187,7 @@ def local_gradient(parameters: Sequence[StepParameter], index: int, gradient: Te
 
 @contextmanager
 def ignoring_errors_without_gradient(gradient: Tensor | None) -> Iterator[None]:
-    """Suppresses errors about a parameter that has no gradient: the first step with a gradient raises them."""
+    """Suppresses errors about a parameter without gradient, except for lack of memory; a step with one raises them."""
     try:
         yield
     except RuntimeError as error:
@@ -216,7 +218,7 @@ def prepare_states(
             continue
         with ignoring_errors_without_gradient(gradient):
             local, entries = parameter.shard.local(param), parameter.spec.entries
-            if gradient is None:
+            if gradient is None:  # else local_gradients has checked both; here the parameter stands in for a gradient
                 check_tensors(parameter.name, local, local, local.device)
             residency.prepare_state(parameter.name, param, parameter.spec, state[param])
             if missing := [key for key in entries if key not in state[param]]:
@@ -258,7 +260,8 @@ def demand_finite(
             continue  # a shared parameter may have a gradient on another rank
         flag = torch.zeros((), dtype=torch.int32, device=parameter.device)
         if gradient is not None and gradient.numel():
-            low, high = torch.aminmax(gradient)
+            low, high = torch.aminmax(gradient)  # NaN if an element is
+            # high * 0 is 0, or NaN if high is infinite: the sum is finite if both are, and does not overflow.
             flag = torch.isfinite(low + high * 0).logical_not().int()
         flags_of.setdefault((holders, parameter.device), []).append((parameter.name, flag))
     is_in_several_sets = len({holders for holders, _ in flags_of if holders is not None}) > 1
@@ -293,7 +296,7 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
         raise RuntimeError(f"{name}: got a parameter of {param.dtype}, expected {supported}; {remedy}")
     check_storage(name, "parameter", param)
     check_sign(name, "parameter", param)
-    if torch._debug_has_internal_overlap(param) == 1:  # as for an expanded tensor, and by torch's in-place operations
+    if torch._debug_has_internal_overlap(param) == 1:  # 1: for certain, as in an expanded tensor
         raise RuntimeError(
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"

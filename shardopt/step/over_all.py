@@ -47,9 +47,12 @@ class OverAll:
             if not each.lower_replicas & reduction.members:
                 self.reductions[reduction].append(each)
         reducing_ranks = frozenset[int]().union(*(reduction.members for reduction in self.reductions))
+        # Parameters of which this rank holds nothing, on ranks that do not all join its own all-reduces.
         outside = [each for each in known if each.ranks is None and not each.members <= reducing_ranks]
         self._read_from_store = _largest(outside)
-        self._writes_to_store = has_replicated or bool(outside)  # only then other ranks may read from the store
+        # Only then another rank can read this rank's results without an error: it needs a replicated parameter, which
+        # this rank has, too, or a shard on a set of ranks without this one.
+        self._writes_to_store = has_replicated or bool(outside)
         # A total of several reductions is complete if each of their ranks takes part in all, or has copies of shards in
         # them. A result from the store must not have counted copies of this rank's shards.
         copied_on = frozenset[int]().union(*(each.known_holders for each in sharded))
@@ -57,7 +60,8 @@ class OverAll:
         counts_twice = any(copied_on & each.members for each in outside)
         has_only_empty = bool(outside) and not sharded and not has_replicated  # the other ranks do not write
         self._is_incomplete = lacks_some or counts_twice or has_only_empty
-        # Identifies the sets of ranks. Calls are counted per subject, as ranks may be in different sets.
+        # Equal on ranks that write a result and ranks that read it. Calls are counted per subject, as ranks may have
+        # different sets.
         sets = sorted(sorted(each.members) for each in (*self.reductions, *self._read_from_store))
         self._subject = digest_of(repr((sets, has_replicated))).hex()
         self._is_first = True
@@ -79,7 +83,7 @@ class OverAll:
         is_refused = self._is_incomplete
         for reduction, added in self.reductions.items():
             words = _combined([like, *(part for holders in added for part in shares.get(holders, ()))], largest)
-            words[-1:].clamp_(max=_MOST_LOST)
+            words[-1:].clamp_(max=_MOST_LOST)  # of a maximum this is the only word: its bits are below 2^31
             if self._is_incomplete:
                 words[-1] = _REFUSAL
             if len(reduction.members) > 1:
@@ -119,6 +123,7 @@ class OverAll:
         return torch.frombuffer(bytearray(text), dtype=torch.int64)
 
     def _key(self, reduction: HoldersForSums, call: int) -> str:
+        """The store's key for the result of an all-reduce in the ``call``-th call for the same sets of ranks."""
         return f"shardopt {self._subject} {sorted(reduction.members)} {call}"
 
 

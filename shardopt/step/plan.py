@@ -19,8 +19,10 @@ def plan_of(
 ) -> StepPlan:
     """Describes, per set of ranks that exchange data in the step, the parameters involved, for the ranks to compare.
 
-    ``is_single`` says whether the step updates a single parameter, during the backward pass. Ranks may do so in
-    different orders, so that they compare plans only where they exchange data.
+    Makes process groups where the exchange needs new ones: all ranks that hold a parameter must call this.
+
+    ``is_single`` says whether the step updates a single parameter, during the backward pass. Ranks may step such
+    parameters in different orders, so that they compare plans only where they exchange data.
     """
     sets: dict[RankGroup, list[PlanEntry]] = {}
     with_gradient = set()
@@ -42,21 +44,23 @@ def _exchanging_ranks(parameter: StepParameter, slice_: SliceSpec, group: Group)
         Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
     """
     shard, rule = slice_.shard, group.rule
+    # Blocks that flat shards cut are exchanged in every step, and those of column shards only with a gradient.
     found = {shard.row_owners: bool(cut_quantized_blocks(slice_))}
-    if rule.has_totals:
-        counted = shard.holders_for_sums()
-        found[counted.ranks if counted else None] = True
-    elif rule.sum_count:
+    if rule.has_totals:  # sums over all parameters
+        holders = shard.holders_for_sums()
+        found[None if holders is None else holders.ranks] = True
+    elif rule.sum_count:  # sums over this parameter
         found[shard.make_part_group()] = True
-    if rule.orthogonalized is not None:
+    if rule.orthogonalized is not None:  # the ranks with parts of Muon's matrices, or that divide the work on copies
         found[shard.make_part_group() or parameter.replica_ranks] = True
+    # The key None stands for this rank alone.
     return {ranks: needs_all_gradients for ranks, needs_all_gradients in found.items() if ranks is not None}
 
 
 def _entry(
     parameter: StepParameter, slice_: SliceSpec, options: Mapping[str, Any], group: Group, needs_all_gradients: bool
 ) -> PlanEntry:
-    """Describes a slice of a parameter; ``options`` are its param group's, and may have ``param_names``."""
+    """The entry of a slice in the plan, with the properties that ranks compare; ``options`` are its param group's."""
     shard, rule, orthogonalized = slice_.shard, group.rule, group.rule.orthogonalized
     name = param_name(options, parameter.group, parameter.position) if options.get("param_names") else None
     properties: dict[str, Any] = {
@@ -80,6 +84,7 @@ def _entry(
         slice_.name or parameter.name,
         properties,
         sizes_messages=slice_.has_column_cut_blocks,
+        # A rank without columns has a gradient without elements, with which it joins the exchange of scales.
         may_have_gradient=slice_.has_column_cut_blocks or 0 not in parameter.shard.local_shape,
         needs_all_gradients=needs_all_gradients,
     )

@@ -44,13 +44,8 @@ def table_rows(
 ) -> Iterator[tuple[Any, ...]]:
     """Generates a parameter's table rows, of the dtype :data:`ROW`; each step fills in the gradients' addresses.
 
-    Args:
-        parameter: the parameter's description.
-        param: this rank's shard of the parameter.
-        state: the parameter's state.
-        residency: the devices of the state and of the step count, and whether they are offloaded.
-        seed: the option ``stochastic_rounding_seed``.
-        extreme_addresses: :attr:`CutBlocks.extreme_addresses`, of blocks that flat shards cut.
+    ``param`` is this rank's shard of the parameter, ``seed`` the option ``stochastic_rounding_seed``, and
+    ``extreme_addresses`` has :attr:`CutBlocks.extreme_addresses` of all blocks that flat shards cut.
 
     Raises:
         RuntimeError: an entry of the state has another dtype, size, device or layout.
@@ -64,7 +59,7 @@ def table_rows(
         low_bytes = spec.weights.low_bits // 8
         widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
         of_slice = {
-            "gradient": 0,
+            "gradient": 0,  # Batch.fill writes the address
             "step": slice_state["step"].data_ptr(),
             "sums": parameter.sum_addresses.get(index, 0),
             "numel": float(math.prod(spec.shard.global_shape)),
@@ -79,14 +74,14 @@ def table_rows(
         for rectangle, unit in _rectangles(spec, elements, residency, parameter.matrix_begins.get(index, ())):
             scales = [moment.scales for moment in moments]
             extremes = _NO_ADDRESSES
-            if rectangle.cut and parameter.columns is not None:
+            if rectangle.cut and parameter.columns is not None:  # a column shard, with buffers for all its blocks
                 piece = pieces_in[rectangle.local_block]
                 pieces_in[rectangle.local_block] += 1
                 buffers = [buffer[piece] for buffer in parameter.columns.extremes]
                 extremes = _addresses(buffers, rectangle.local_block, [2] * len(buffers))
                 if piece:  # the step of the first piece may have replaced the block's scales
                     scales = [x if x is None else x[piece - 1] for x in parameter.columns.old_scales]
-            elif rectangle.cut:
+            elif rectangle.cut:  # a flat shard
                 key = spec.shard, spec.grid.block_of(rectangle.first_element)
                 extremes = extreme_addresses.get(key, _NO_ADDRESSES)
             kernel_row = {
@@ -106,13 +101,18 @@ def table_rows(
             }
             fields = tuple(kernel_row[name] for name in _KERNEL_ROW)
             extent = _extent(spec, rectangle, param, moments, widths)
-            yield fields, extent, parameter.index, spec.offset + rectangle.local_start, index << 32 | unit
+            unit_number = index << 32 | unit  # unique in the parameter
+            yield fields, extent, parameter.index, spec.offset + rectangle.local_start, unit_number
 
 
 def _extent(
     spec: SliceSpec, rectangle: Rectangle, param: Tensor, moments: Sequence[Coded], widths: Sequence[int]
 ) -> tuple[Any, ...]:
-    """The sizes of a rectangle's memory, with gaps between its rows, as ``EXTENT``; ``widths``: scales per block."""
+    """The size, per operand, of the memory from a rectangle's first to its last element, as ``EXTENT``.
+
+    Includes the elements between the rows of a rectangle that is narrower than this rank's part. ``widths`` are the
+    scales per block, by moment.
+    """
     numel, size = (rectangle.rows - 1) * rectangle.row_stride + rectangle.cols, _block_size(spec)
     blocks = -(-(rectangle.first_col % size + rectangle.cols) // size)
     blocks += (rectangle.rows - 1) * rectangle.scales_row_stride
@@ -152,7 +152,10 @@ def _block_size(spec: SliceSpec) -> int:
 def _rectangles(
     spec: SliceSpec, param: Tensor, residency: Residency, matrix_begins: Sequence[int]
 ) -> Iterator[tuple[Rectangle, int]]:
-    """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit."""
+    """Divides a slice into the rectangles of its table rows; yields each with the number of its transfer unit.
+
+    Splits at transfer units, where Muon's matrices begin, and around cut blocks, which get rectangles of their own.
+    """
     may_cut_blocks = spec.codec.blockwise and (spec.has_column_cut_blocks or isinstance(spec.shard, FlatShard))
     for unit, of_unit in enumerate(_units(spec, param, residency)):
         for of_matrix in of_unit.split_before(matrix_begins):
@@ -162,10 +165,11 @@ def _rectangles(
 
 
 def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectangle]:
-    """The slice as rectangles; if it is offloaded, split into transfer units, each copied to the device at once."""
+    """The slice as rectangles; if it is offloaded, split into transfer units, each of which is copied at once."""
     shard, size = spec.shard, _block_size(spec)
     if spec.codec.blockwise:
         rectangles = shard.rectangles(spec.grid)
+    # Without blocks, a part is one long row. Only random bits need each element's index in the whole parameter.
     elif shard.first_element is not None or not (spec.is_random or spec.codec.random):
         cols = param.numel()
         rectangles = [Rectangle(0, shard.first_element or 0, 1, cols, cols, shard.row_numel, 0, -(-cols // size))]
@@ -174,7 +178,8 @@ def _units(spec: SliceSpec, param: Tensor, residency: Residency) -> list[Rectang
     if residency.offload is None:
         return rectangles
     limit = residency.unit_numel(spec, param)
-    if any(rectangle.row_stride > rectangle.cols for rectangle in rectangles):  # units must not overlap
+    if any(rectangle.row_stride > rectangle.cols for rectangle in rectangles):  # rows interleave with other rectangles'
+        # Units of several rows would overlap in memory, and copy back each other's old values.
         limit = min(limit, min(rectangle.cols for rectangle in rectangles))
     return [unit for rectangle in rectangles for unit in rectangle.split(limit, size)]
 

@@ -55,7 +55,7 @@ class Stepper:
 
         Returns:
             A function that takes the step, once, with the current gradients and options: in any thread, or in this one
-            if the step takes collectives (:attr:`communicates`). Prepare the next step only afterwards.
+            if the step runs collectives (:attr:`communicates`). Prepare the next step only afterwards.
 
         Raises:
             RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -90,17 +90,20 @@ class Stepper:
     def _make_tables(
         self, param_groups: ParamGroups, state: Any, scaling: LossScaling, host_gradient: Tensor | None
     ) -> StepTables:
-        """Describes and checks all inputs, has ranks agree on their plans, creates missing state, and makes tables."""
+        """Makes tables: describes and checks all inputs, has ranks agree on their plans, and creates missing state.
+
+        Sets ``_agreed``. Other ranks may have cached tables: this one must call collectives in the order of prepare().
+        """
         groups = list(map(self._context.group_of, param_groups))
         on_host = host_gradient is not None
         parameters = describe_parameters(param_groups, groups, self._context, self._first_index, self._name, on_host)
         plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
         is_first = self._agreed is None
-        if is_first:  # before collectives of gradients: the ranks' parameters may be in different orders
+        if is_first:  # before collectives of gradients, which do not match if ranks have parameters in different orders
             self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, parameters, host_gradient)
-        if not is_first:  # after them, as on ranks that have cached tables
+        if not is_first:  # after them, as prepare() does with cached tables
             self._agreed = plan.agree(self._agreed)
         if scaling.found_inf is None:
             demand_finite(parameters, gradients, groups)
@@ -108,12 +111,17 @@ class Stepper:
         return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 
     def _run(self, tables: StepTables) -> None:
+        """Runs the prepared step. After an error the tables are not kept: the next step checks everything again."""
         tables.run()
         self._tables = tables
 
     def _check_options(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
-        """Checks the param groups whose options changed since the last step; returns the options of all groups."""
+        """Checks the param groups whose options changed since the last step; returns the options of all groups.
+
+        ``offload`` must not change: neither since the last step, nor since a parameter's state was made or loaded.
+        """
         options_now = [_options_of(group) for group in param_groups]
+        # A param group that was added since the last step has no last options.
         for group, options, last in zip_longest(param_groups, options_now, self._checked_options[: len(options_now)]):
             if options == last:
                 continue
@@ -129,6 +137,7 @@ class Stepper:
 
 
 def _placement_error(option: str, got: object, expected: object) -> ValueError:
+    """The error for an option of ``PLACEMENT`` that changed."""
     return ValueError(
         f"{option}: got {got!r} in a param group that was stepped with {expected!r}, expected no change; make another "
         f"optimizer with the new {option}, and load this one's state dict"

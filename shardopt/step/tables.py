@@ -37,10 +37,10 @@ class StepTables:
         param_groups: the optimizer's param groups.
         state: the optimizer's state.
         groups: the options of each param group.
-        parameters: the descriptions of all parameters, which get the addresses of what is allocated here.
+        parameters: the descriptions of all parameters. Sets their attributes from ``sum_addresses`` to ``offload``.
         ready: the descriptions of the parameters that have state.
         gradients: this rank's shards of the gradients, checked; None for a parameter without gradient.
-        plan: the descriptions of parameters that ranks compare before they exchange data.
+        plan: the plan of this step, on which the ranks have agreed.
         context: the optimizer.
 
     Raises:
@@ -64,7 +64,7 @@ class StepTables:
         self._sums = self._make_sums(params)
         self._waves = make_waves(parameters, groups, context, by_number=plan.is_single)
         waves = [wave for of_device in self._waves.values() for wave in of_device]
-        self._in_waves = {index for wave in waves for index in wave.parameters}
+        self._in_waves = {index for wave in waves for index in wave.parameters}  # their rows are in the waves
         self._cuts = self._make_cuts()
         extreme_addresses: ExtremeAddresses = {}
         for cuts in (*self._cuts.values(), *(wave.cuts for wave in waves)):
@@ -83,7 +83,7 @@ class StepTables:
         entries = [frozenset(p.spec.entries) if p.spec and p.step_address else None for p in parameters]
         read_gradient = partial(local_gradient, parameters)
         self.watched = _C.Inputs(list(param_groups), state, shards, entries, shard_of, read_gradient)
-        self._kinds: bytes | None = None  # per parameter, the kind of gradient in the last step: none, strided, ...
+        self._kinds: bytes | None = None  # per parameter, the last gradient's dtype and whether it is strided, or none
         self._batches: dict[torch.device, list[Batch]] = {}
         if not self.take_gradients(param_groups, state, dict(enumerate(gradients))):
             raise RuntimeError(
@@ -92,7 +92,7 @@ class StepTables:
             )
 
     def _make_sums(self, params: Sequence[Tensor]) -> ExactSums | None:
-        """The sums over parameters that the rules need; None if no rule needs sums."""
+        """Allocates the sums over parameters that the rules need; None if no rule needs sums."""
         rules = [group.rule for group in self.groups.groups]
         if not any(rule.sum_count for rule in rules):
             return None
@@ -134,24 +134,21 @@ class StepTables:
     ) -> bool:
         """Takes the current gradients; returns False if the tables no longer fit parameters, state or gradients.
 
-        Runs collectives for gradients that are sharded unlike their parameters.
-
-        Args:
-            param_groups: the optimizer's param groups.
-            state: the optimizer's state.
-            gradients: this rank's shards of gradients, by the parameters' indices, where the caller already has them,
-                as for gradients in the host's memory. Other gradients are read from the parameters.
+        Runs collectives for gradients that are sharded unlike their parameters. ``gradients`` are shards that the
+        caller has already, by the parameters' indices, as those in the host's memory; others are read from parameters.
         """
         result = self.watched.read(param_groups, state, gradients)
-        if result is not None:  # kept alive until the step is taken: the gradients, and the parameters that it changes
+        if result is not None:  # the tables have addresses only: these references keep tensors alive until the step
             self.gradients, self._stepped = result
         return result is not None
 
     def update(self, param_groups: ParamGroups, state: Mapping[Tensor, Any], scaling: LossScaling) -> bool:
         """Writes the gradients' addresses, the options and the loss scale of this step into the tables.
 
+        If other parameters have a gradient than in the last step, makes new batches, and changes :attr:`plan`.
+
         Returns:
-            Whether the parameters with a gradient, or the gradients' kinds (such as strided), may have changed.
+            Whether gradients changed in more than address: which parameters have one, its dtype, whether it is strided.
         """
         kinds = self.watched.gradient_kinds()
         if has_changed := kinds != self._kinds:
@@ -166,6 +163,7 @@ class StepTables:
                     batch.strided_call.operands = self._operands(batch.strided_index, param_groups)
             if device in self._waves:
                 operands = partial(self._operands, param_groups=param_groups)
+                # All waves of a device share one cache, as a flat buffer may have slices in several waves.
                 states = cache(partial(self._states, param_groups=param_groups, state=state))
                 for wave in self._waves[device]:
                     wave.update(self.watched, self.groups, scaling, operands, states)
@@ -184,9 +182,9 @@ class StepTables:
         """Runs the prepared step; in a worker thread only without collectives, which all ranks call in the same order.
 
         Raises:
-            torch.OutOfMemoryError: a device lacks memory for a copy of a strided tensor, and nothing was changed there;
-                or for a wave of directions, and the parameters in no wave and in earlier waves were stepped. Devices
-                are stepped in the order of their first parameters.
+            torch.OutOfMemoryError: a device lacks memory for a copy of a strided tensor: none of its parameters was
+                changed. Or for one of Muon's waves: the parameters of earlier waves and those without Muon were
+                stepped. Devices are stepped one after another, in the order of their first parameters.
         """
         if self._sums is not None:
             self._add_up(self._sums)
@@ -226,7 +224,10 @@ class StepTables:
         run_waves(waves)
 
     def _select(self, kinds: npt.NDArray[np.uint8]) -> None:
-        """Makes the batches of a step: selects the rows of parameters with a gradient, and groups them by device."""
+        """Makes the batches and the plan of a step, given the gradients' kinds; has waves select their rows, too.
+
+        A batch has the rows of parameters with a gradient that one kernel call can step: see ``BatchKey``.
+        """
         has_gradient = kinds != _C.Inputs.no_gradient
         self.plan = self.plan.with_gradients(frozenset(np.flatnonzero(has_gradient).tolist()))
         is_strided = has_gradient & (kinds & _C.Inputs.strided > 0)
@@ -254,7 +255,7 @@ class StepTables:
         return parameter.shard.local(param_groups[parameter.group]["params"][parameter.position]), gradient
 
     def _states(self, index: int, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[StateDict]:
-        """The state of each slice of a parameter. Callers cache the result, as a flat buffer has hundreds of slices."""
+        """The state of each slice of a parameter; slow for a flat buffer, which has hundreds."""
         parameter = self.parameters[index]
         assert parameter.spec is not None
         return parameter.spec.split(state[param_groups[parameter.group]["params"][parameter.position]])

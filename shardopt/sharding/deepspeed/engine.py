@@ -56,11 +56,11 @@ def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
             "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
             "engine.save_checkpoint and load_checkpoint"
         )
-    if hasattr(wrapper, "fp32_groups"):
+    if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
         with replaced_parameters(engine.module, _masters(wrapper)):
             yield engine.module, engine.basic_optimizer
         return
-    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):
+    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):  # not ZeRO 3: all is in the param groups
         yield engine.module, engine.basic_optimizer
         return
     from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
@@ -69,6 +69,7 @@ def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     frozen = [param for param in engine.module.parameters() if id(param) not in stepped]
     wrapper._set_fp32_optimizer_param_groups()
     try:
+        # On exit, rank 0's values are broadcast, as a load may have changed them.
         gathered = GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen))
         with masters_in_memory(wrapper), gathered:
             yield engine.module, engine.basic_optimizer
@@ -78,10 +79,8 @@ def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
 
 def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
     """ZeRO 0: the float32 masters, by parameter."""
-    masters: dict[Tensor, Tensor] = {}
-    for params, masters_of_group in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-        masters.update(zip(params, masters_of_group, strict=True))
-    return masters
+    groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+    return {param: master for params, masters in groups for param, master in zip(params, masters, strict=True)}
 
 
 def copy_masters(model: Module) -> None:
@@ -127,7 +126,7 @@ def _refuse_states(access: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(access)
     def method(*args: Any, optim_state_key: str | None = None, **kwargs: Any) -> Any:
-        key = next((arg for arg in args if isinstance(arg, str)), optim_state_key)
+        key = next((arg for arg in args if isinstance(arg, str)), optim_state_key)  # by position or by name
         if key is not None:
             raise RuntimeError(
                 f"got a call for the optimizer state {key!r} of one parameter, expected none, as the state is "

@@ -34,10 +34,10 @@ from shardopt.sharding.deepspeed.partitions import assign_partitions
 from shardopt.state.options import DEFAULTS, is_shardopt
 from shardopt.wrapper.optimizer import QuantizedState
 
-#: The supported versions of DeepSpeed, whose private attributes are known: [first, end).
+#: The supported versions of DeepSpeed, whose private attributes are known: from the first to before the second.
 VERSIONS = ((0, 19, 8), (0, 20))
 
-#: Config types, which may be written in any letter case. DeepSpeed and PyTorch have the names without a number.
+#: Optimizers that a config may name, in any letter case. Names without a number are DeepSpeed's and PyTorch's.
 TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit", "8bit"))}
 
 

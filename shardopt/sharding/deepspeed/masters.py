@@ -35,16 +35,14 @@ def _share_stages_1_and_2(wrapper: Any) -> None:
     if wrapper.cpu_offload:
         staging = wrapper.param_buffer_of_bit16_for_cpu_offload_groups
         if not _frees_by_address():
-            staging[:] = [
-                master.data if _are_alike(master, x) else x for master, x in zip(masters, staging, strict=True)
-            ]
+            staging[:] = [m.data if _are_alike(m, x) else x for m, x in zip(masters, staging, strict=True)]
         return
     shared = False
     for index, master in enumerate(masters):
         rank = dist.get_rank(wrapper.real_dp_process_group[index])
         shared |= _share(master, wrapper.parallel_partitioned_bit16_groups[index][rank])
     if shared:
-        wrapper._link_all_hp_params()
+        wrapper._link_all_hp_params()  # renews the parameters' views of masters, which have the old memory
     if shared and "_get_groups_without_padding" not in vars(wrapper):
         without_padding = wrapper._get_groups_without_padding
         # Clones for checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
@@ -81,5 +79,5 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _frees_by_address() -> bool:
-    """Whether DeepSpeed pins memory itself and frees it by tensor: two tensors must then not share pinned memory."""
+    """Whether DeepSpeed pins memory itself and frees it by address: two tensors must then not share pinned memory."""
     return os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"

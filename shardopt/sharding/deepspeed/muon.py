@@ -13,7 +13,7 @@ from torch.nn import Module
 from shardopt.layout.names import parameter_names
 from shardopt.optim.muon_groups import muon_groups
 
-_MARK = "use_muon"  # the attribute of parameters
+_MARK = "use_muon"  # attribute by which DeepSpeed tells Muon's parameters from others
 
 
 def muon_param_groups(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

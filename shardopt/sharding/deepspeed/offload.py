@@ -122,7 +122,7 @@ def _hook_offload_states_of_stage3(wrapper: Any) -> Callable[..., None]:
 
 
 def wrap_load_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepSpeedEngine.load_checkpoint``, which reads swap files only with masters on NVMe: loads our state."""
+    """Wraps ``DeepSpeedEngine.load_checkpoint``, which with masters on NVMe reads swap files only: loads our state."""
     signature = inspect.signature(load)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def masters_in_memory(wrapper: Any) -> Iterator[None]:
         swapped = [index for index in sub_groups if wrapper._swappable_optimizer_subgroup(index)]
     copies = []
     for index in swapped:
-        wrapper._optimizer_states_and_gradient_swap_in(index)
+        wrapper._optimizer_states_and_gradient_swap_in(index)  # into one of the swapper's few buffers
         copies.append(wrapper.fp32_partitioned_groups_flat[index].detach().clone())
         wrapper._release_swap_buffers(index)
     for index, copy in zip(swapped, copies, strict=True):
@@ -176,6 +176,6 @@ def masters_in_memory(wrapper: Any) -> Iterator[None]:
         for index, copy in zip(swapped, copies, strict=True):
             master = wrapper.fp32_partitioned_groups_flat[index]
             master.data = torch.empty(0, dtype=copy.dtype, device="cpu")
-            wrapper._optimizer_states_and_gradient_swap_in(index)
+            wrapper._optimizer_states_and_gradient_swap_in(index)  # takes a buffer, which the swap-out needs
             master.data.copy_(copy)
             wrapper._optimizer_states_and_gradient_swap_out(index)

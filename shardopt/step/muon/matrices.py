@@ -85,7 +85,7 @@ class Matrix:
         return all(of_rank == self.parts[0] for of_rank in self.parts)
 
     def local_numel(self, rank: int) -> int:
-        """How many elements of the matrix a rank holds."""
+        """How many elements of the matrix a rank holds, given its index in :attr:`ranks`."""
         return sum(math.prod(extents) for _, extents in self.parts[rank])
 
     def view_of_part(self, whole: Tensor, part: Part) -> Tensor:
@@ -118,7 +118,7 @@ class Matrix:
         return slice(start, start + len(stored)), stored
 
     def workspace(self, device_type: str) -> int:
-        """Bytes that the orthogonalization takes on the owner, on a device of this type."""
+        """Bytes that the orthogonalization takes on the owner while it runs, on a device of this type."""
         return BYTES * self.numel + self.options.newton_schulz.workspace(self.rows, self.cols, device_type)
 
 
@@ -143,7 +143,8 @@ def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Ite
         for begin, rows, cols in matrix_shapes(name, shard.global_shape, orthogonalized.split):
             first_row, end_row = begin // shard.row_numel, (begin + rows * cols) // shard.row_numel
             parts = tuple(_within(of_rank, first_row, end_row) for of_rank in parameter_parts)
-            # Of a column shard, also ranks that have no column store second moments of rows.
+            # A rank without rows of this matrix has none of its second moments. But a rank that holds nothing of the
+            # whole parameter may have them: a column shard without columns stores second moments of its rows.
             stores_rows = [bool(part) or not of_rank for part, of_rank in zip(parts, parameter_parts, strict=True)]
             sends_rows = orthogonalized.row_decay is not None
             sent_rows = tuple(rows if stores and sends_rows else 0 for stores in stores_rows)
@@ -202,7 +203,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
 
     Args:
         matrices: in an order that is equal on all ranks.
-        memory: bytes that a step may take; a parameter that needs more is a wave by itself.
+        memory: bytes that a step may take; a slice that needs more is a wave by itself.
         device_type: type of the device that computes the matrices.
         by_number: whether to spread owners by the parameters' numbers in the model, for steps of a single parameter,
             instead of by index in ``matrices``. Numbers differ on ranks that leave out parameters of other ranks.
@@ -212,6 +213,7 @@ def waves_of(matrices: Sequence[Matrix], memory: int, device_type: str, *, by_nu
         by_ranks.setdefault((matrix.ranks, matrix.is_replicated), []).append(matrix)
     waves: list[Wave] = []
     for of_ranks in by_ranks.values():
+        # The matrices are orthogonalized one at a time, beside the buffers of several waves.
         limit = (memory - max(matrix.workspace(device_type) for matrix in of_ranks)) // LIVE_WAVES
         slices: dict[tuple[int, int], list[Matrix]] = {}  # a slice is in one wave, as its blocks are coded together
         for matrix in _assign_owners(of_ranks, by_number):
@@ -236,7 +238,7 @@ def _assign_owners(matrices: Sequence[Matrix], by_number: bool) -> Iterator[Matr
     flops = [matrix.options.newton_schulz.flops(matrix.rows, matrix.cols) for matrix in matrices]
     for index in sorted(range(len(matrices)), key=lambda index: -flops[index]):
         matrix = matrices[index]
-        # Among the least loaded ranks not always the first: with released gradients each step has one matrix.
+        # Among equally loaded ranks not always rank 0: a step of a single parameter would give all its work to rank 0.
         first = ((matrix.number if by_number else index) * _SCATTER % 2**32) * ranks >> 32
         owner = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
         loads[owner] += flops[index]

@@ -19,7 +19,7 @@ from shardopt.step.muon.matrices import BYTES, Wave
 
 _DIRECTION = WeightFormat(torch.bfloat16)
 
-#: Returns this rank's shards of a parameter and of its gradient, given the parameter's index.
+#: Given a parameter's index, returns this rank's shards of the parameter and of its gradient.
 Operands = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -62,15 +62,17 @@ class Passes:
         apply["kernel_row"]["extremes"] = apply["kernel_row"]["cut"] = 0
         apply["kernel_row"]["gradient_dtype"] = DTYPES[torch.bfloat16]
         apply["kernel_row"]["group"] = [self._scales.index(scale) for scale in scale_of_row]
-        self._operands: tuple[Tensor, Tensor] | None = None
+        self._operands: tuple[Tensor, Tensor] | None = None  # of the only parameter, if strided; during a step
         self._gradient: Tensor | None = None
         self._momentum = Batch(device, (offload, None), momentum, [], context)
+        # Of the offloaded state, the second pass needs the low bits of weights only.
         apply_offload = offload if apply["kernel_row"]["low_bits"].any() else None
         self._apply = Batch(device, (apply_offload, None), apply, [], context)
 
     def update(self, watched: _C.Inputs, groups: GroupTables, scaling: LossScaling, operands: Operands) -> None:
         """Prepares a step with its gradients and options. The first call allocates the memory that the kernels need."""
         self._momentum_options = groups.rows_for(self._momentum.kernel_device), scaling
+        # The first pass has scaled the gradients. Both passes skip the step if a gradient scaler found infinities.
         unscaled = scaling._replace(grad_scale=None, coefficient=None)
         self._apply_options = groups.rows_for(self._apply.kernel_device, self._scales), unscaled
         self._operands = None if self._strided_index is None else operands(self._strided_index)
@@ -83,7 +85,7 @@ class Passes:
         """Prepares the first pass, to write directions to ``memory``; returns the kernel call for the caller to run."""
         kernel_rows = self._momentum.kernel_rows
         changed = self._has_new_gradients | _write_addresses(kernel_rows["param"], memory, self._offsets)
-        if self._operands is not None:
+        if self._operands is not None:  # strided: the kernels read a contiguous copy of the gradient
             _, gradient = self._operands
             self._gradient = gradient.resolve_neg().contiguous()
             offsets = (self._momentum.first_elements * gradient.itemsize).astype(np.uint64)
@@ -95,12 +97,11 @@ class Passes:
         """Runs the second pass, which updates the weights by the orthogonalized directions."""
         kernel_rows = self._apply.kernel_rows
         changed = _write_addresses(kernel_rows["gradient"], directions, self._offsets)
-        if self._operands is not None:
+        if self._operands is not None:  # strided: the kernels update a contiguous copy of the parameter
             param = self._operands[0].detach()
             copy = param.contiguous()
-            changed |= _write_addresses(
-                kernel_rows["param"], copy, (self._apply.first_elements * copy.itemsize).astype(np.uint64)
-            )
+            offsets = (self._apply.first_elements * copy.itemsize).astype(np.uint64)
+            changed |= _write_addresses(kernel_rows["param"], copy, offsets)
         self._apply.update(changed, *self._apply_options)
         self._apply.call.run(_C.Phase.step)
         if self._operands is not None and copy is not param:

@@ -104,7 +104,7 @@ class WaveStep:
         self._transfers: CudaTransfers | None = None  # so that its synchronize() waits for copies of offloaded moments
 
     def take_rows(self, table: npt.NDArray[np.void]) -> None:
-        """Copies the wave's rows from the table of all rows, and notes the index in the wave of each row's matrix."""
+        """Copies the wave's rows from the table of all rows; keeps, per row, its matrix's index in the wave."""
         parameters, elements = table["parameter"], table["element"]
         matrix_of_row = np.full(len(table), -1)
         for index, matrix in enumerate(self._wave):
