@@ -20,12 +20,9 @@ from shardopt.release.backward import Hook
 class Progress:
     """Counts the backward passes of a step, and checks that gradients are not written or stepped between them.
 
-    Args:
-        micro_batches: the number of micro-batches per step, over all ranks.
-        ranks: the number of ranks, which take equally many micro-batches.
-
     Attributes:
-        passes, done: the number of backward passes per step, and how many of this step's are over.
+        micro_batches: the number of micro-batches per step, over all ranks.
+        passes, done: the number of backward passes per step on each rank, and how many of this step's are over.
         sums: the partial sums of all gradients; weak references, as the reducers own them.
         end_callbacks: functions to call at the end of each backward pass, after the callbacks of DDP and FSDP2.
     """
@@ -56,8 +53,7 @@ class Progress:
     def begin_pass(self, *_: Any) -> None:
         """Starts a backward pass; further calls in the same pass return at once. Reducers and gradient hooks call it.
 
-        Raises:
-            RuntimeError: see :meth:`_check_next_pass` and :meth:`_check_hooks`.
+        Raises RuntimeError as :meth:`_check_next_pass` and :meth:`_check_hooks` say.
         """
         if self._end_callback is not None and self._end_callback() is not None:
             return  # the running pass, or one within it
@@ -147,7 +143,8 @@ class Progress:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raises RuntimeError if an optimizer is about to step these parameters before the last backward pass."""
-        if self.done in (0, self.passes) and self._end_callback is None:
+        is_between_steps = self.done in (0, self.passes) and self._end_callback is None  # None: no pass has raised
+        if is_between_steps:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
         if not self._is_discarded() and self in progresses_of(params):

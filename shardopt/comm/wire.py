@@ -25,7 +25,6 @@ class Wire:
     shorter than 128 elements are sent in float32.
 
     Args:
-        wire: the number format.
         shapes: the shapes of the parameters. A scalar is one row.
         ranks: the number of chunks into which the rows of each parameter are divided.
 
