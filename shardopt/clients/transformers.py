@@ -123,8 +123,8 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         scaler, inner = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
         if scaler is not None:
             scaler.unscale_(inner)
-        is_ours = isinstance(inner, ShardedOptimizer)
-        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
+        multiplies_in_step = isinstance(inner, ShardedOptimizer)  # others' gradients are multiplied here, in place
+        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if multiplies_in_step else None)
 
 
 def _uses_deepspeed() -> bool:
