@@ -125,7 +125,7 @@ def cpu_findings(targets: Sequence[str], target: str, differing: Sequence[str]) 
 
 
 def gpu_findings(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
-    """Reports whether this build has CUDA kernels (else GPUs make it a fault), and if a trial step on each GPU worked."""
+    """Reports whether this build has CUDA kernels, which GPUs need, and for each GPU how a trial step on it went."""
     kernels = Finding("CUDA kernels are in this build")
     if not with_cuda:
         remedy = "to get them, put nvcc on PATH and run SHARDOPT_CUDA=1 pip install --force-reinstall ."

@@ -128,10 +128,10 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         self._nonempty = nonempty_by_group(self)  # what Megatron clips and saves: no empty tensors
         self.stepped = stepped_by_group(shards_of(self), self._nonempty, self.data_parallel_group)
         adam, groups = self.optimizer, []
-        taken = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
+        adopted = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
         self._adam_only: list[dict[str, Any]] = []  # per param group, options that only Megatron's checkpoints need
         for group, tensors in zip(adam.param_groups, self.stepped, strict=True):
-            adam_only = {key: value for key, value in group.items() if key in adam.defaults and key not in taken}
+            adam_only = {key: value for key, value in group.items() if key in adam.defaults and key not in adopted}
             kept = {key: value for key, value in group.items() if key not in adam_only and key not in options}
             groups.append({**kept, "params": [*tensors.values()]})
             self._adam_only.append(adam_only)
@@ -186,7 +186,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _decoded_adam(self, *, loads: bool) -> Iterator[None]:
-        """A context in which ``optimizer`` is a :class:`_DecodedAdam`; with ``loads`` encodes its moments at the end."""
+        """A context in which :attr:`optimizer` is a _DecodedAdam; with ``loads`` encodes its moments at the end."""
         ours = self.optimizer
         if isinstance(ours, _DecodedAdam):  # a checkpoint method has called another one
             yield

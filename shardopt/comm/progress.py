@@ -38,7 +38,7 @@ class Progress:
         # The gradients' versions when the running pass began, or after the last pass.
         self._versions: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
-        weakref.finalize(self, register_optimizer_step_pre_hook(Hook(self._check_step)).remove)
+        weakref.finalize(self, register_optimizer_step_pre_hook(Hook(self._check_step)).remove)  # once it is freed
 
     @property
     def first_micro_batch(self) -> int:
@@ -58,7 +58,7 @@ class Progress:
         if self._end_callback is not None and self._end_callback() is not None:
             return  # the running pass, or one within it
         is_within_step = self.done > 0 or self._end_callback is not None
-        if is_within_step and self._is_discarded():
+        if is_within_step and self._is_discarded():  # zero_grad() starts the step again
             self.done = 0
             for pairwise in self.sums:
                 pairwise.reset()
@@ -159,7 +159,7 @@ def _queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-_all: weakref.WeakSet[Progress] = weakref.WeakSet()
+_all: weakref.WeakSet[Progress] = weakref.WeakSet()  # in this process
 
 
 def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:

@@ -74,7 +74,7 @@ def _encode_e4m3(x: Tensor) -> Tensor:
     magnitude = torch.maximum(x, -x)
     is_finite = magnitude < torch.inf
     largest = magnitude.where(is_finite, 0.0).amax(-1, keepdim=True)
-    # The scale is 2^e with the smallest e in [-124, 119] with largest <= 448 * 2^e; e + 127, its exponent field, is sent.
+    # The scale is 2^e, with the smallest e in [-124, 119] for which largest <= 448 * 2^e. A byte, e + 127, is sent.
     # 448, E4M3's largest number, is 1.75 * 2^8: adding 0x1FFFFF carries a mantissa above 1.75 into the exponent field.
     scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
     y = (x * _power_of_two(254 - scale)).clamp_(-448.0, 448.0).where(is_finite, torch.nan)

@@ -224,7 +224,7 @@ class OverlappedRelease(BackwardRelease):
         self._found_inf = found
 
     def begin_replica(self, replica: Any, args: Any) -> None:
-        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then see the base."""
+        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then as the base."""
         wait([host.copied for host in self._host_sums.values() if host.copied is not None])
         super().begin_replica(replica, args)
 

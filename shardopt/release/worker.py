@@ -18,7 +18,7 @@ def _before_fork() -> None:
     for worker in tuple(_workers):
         for task in worker.unfinished:  # submit() and raise_errors() replace the list
             task.wait()
-            task.future.done()  # acquires the future's lock: the worker thread has released it, no copy stays locked
+            task.future.done()  # takes its lock: the worker thread has let go of it, and the child's copy is unlocked
 
 
 def _after_fork() -> None:

@@ -27,6 +27,7 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
+        """Bytes of all uses together."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
