@@ -59,7 +59,8 @@ class FsdpReducer:
             cuts = ((param._orig_size, param.fsdp_placement.dim) for param in trained)
             shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]  # a row per index in dim
             self._reduction, self._trained = Reduction(self._progress, self._format, shapes, self._mesh), trained
-        if trained != self._trained or self._reduction.wire.numel != chunks.shape[1]:
+        has_other_params = trained != self._trained  # than in the first pass
+        if has_other_params or self._reduction.wire.numel != chunks.shape[1]:  # the latter if a gradient is missing
             raise RuntimeError(
                 f"{self._name!r}: got gradients of {chunks.shape[1]} elements per rank, expected "
                 f"{self._reduction.wire.numel}: requires_grad was changed within a step, or a parameter had no "

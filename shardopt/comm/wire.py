@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 WireFormat = Literal["fp32", "bf16", "e4m3"]
 WIRES: tuple[str, ...] = get_args(WireFormat)
 
-#: Elements that share a scale.
-BLOCK = 128
+BLOCK = 128  # elements that share a scale
 
 
 class Wire:

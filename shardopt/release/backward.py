@@ -77,7 +77,7 @@ class BackwardRelease:
 
     @without_autograd
     def gradient_ready(self, param: Tensor) -> None:
-        """Steps a parameter that now has the gradients of all micro-batches, and frees ``.grad``: a hook.
+        """Steps a parameter that has the gradients of all micro-batches, and frees ``.grad``: a post-accumulate hook.
 
         With ``offload="step"`` the worker thread takes the step, unless the step needs collectives: these must come in
         the same order on all ranks, so this thread calls them. If more parts of the gradient may come in this backward

@@ -76,6 +76,8 @@ class OverlappedRelease(BackwardRelease):
     def gradient_ready(self, param: Tensor) -> None:
         """Starts the copy of a complete gradient to the host; the optimizer's ``step()`` will step the parameter.
 
+        Leaves the gradient in ``.grad`` if the parameter is not offloaded by ``offload="step"``.
+
         Raises:
             RuntimeError: the parameter got more gradients than micro-batches since the last ``step()``; or the forward
                 pass did not wait for its last step; or the gradient is sharded otherwise than the parameter, and cannot
@@ -100,9 +102,10 @@ class OverlappedRelease(BackwardRelease):
             self._copy_to_host(param, is_part=is_part)
 
     def _copy_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
-        """Starts a gradient's copy to the host and clears ``.grad``; leaves sparse gradients and other dtypes there.
+        """Starts the copy of an offloaded parameter's gradient to the host, and clears ``.grad``.
 
-        With ``is_part`` more parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
+        Leaves sparse gradients and other dtypes in ``.grad``, for which ``step()`` will raise. With ``is_part`` more
+        parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
         """
         host, gradient = self._host_sums.get(param), param.grad
         if host is None or gradient is None or gradient.layout != torch.strided:
