@@ -121,7 +121,7 @@ class Attention(nn.Module):
         ``rotate`` is the rotary embedding: a function of queries, or keys, (batch, heads, positions, dim / heads).
         """
         factor = multipliers.query(x.shape[2] // self.heads, self.mult)
-        shared = scale_bwd(x, 1 / factor)  # in the backward pass undoes ``factor``, after the projections' weights
+        shared = scale_bwd(x, 1 / factor)  # undoes ``factor`` in the gradient of x; the projections' weights keep it
         query, key, value = scale_bwd(self.query(shared), factor), scale_bwd(self.key(shared), factor), self.value(x)
         # From (batch, positions, dim) to (batch, heads, positions, dim / heads).
         query, key, value = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
