@@ -40,7 +40,7 @@ class FsdpReducer:
         if self._mesh[0].size() == 1:  # then FSDP2 calls no reduce-scatter, but this hook
             module.set_all_reduce_hook(lambda gradient: self(gradient, gradient, self._mesh[0], None))
         module.set_gradient_divide_factor(1.0)  # Reduction divides, once, after the last micro-batch
-        if hasattr(module, "set_reduce_scatter_unused_params"):
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13: zeros for unused parameters
             module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda *_: self._begin_forward())
 
