@@ -61,6 +61,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Prints the report. Returns the exit status: 1 if there is a fault."""
     findings = all_findings()
     print(f"shardopt {shardopt.__version__} in {shardopt.__path__[0]}, Python {platform.python_version()}")
     print(report(findings))
@@ -124,7 +125,7 @@ def cpu_findings(targets: Sequence[str], target: str, differing: Sequence[str]) 
 
 
 def gpu_findings(gpus: Sequence[Gpu], *, with_cuda: bool) -> list[Finding]:
-    """Reports whether this build has CUDA kernels, and for each GPU whether a trial step worked on it."""
+    """Reports whether this build has CUDA kernels, which GPUs need, and for each GPU how a trial step on it went."""
     kernels = Finding("CUDA kernels are in this build")
     if not with_cuda:
         remedy = "to get them, put nvcc on PATH and run SHARDOPT_CUDA=1 pip install --force-reinstall ."
@@ -197,4 +198,5 @@ def _parsed(version: str) -> tuple[int, ...]:
 
 
 def _dotted(version: Sequence[int]) -> str:
+    """Formats (2, 9) as "2.9"."""
     return ".".join(map(str, version))

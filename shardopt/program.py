@@ -75,7 +75,7 @@ def _parse_replacement(text: str) -> Replacement:
 def _replace_class(module: str, name: str, kind: type[ShardedOptimizer]) -> None:
     """Imports a module and sets one of its classes to an optimizer of shardopt.
 
-    A class of torch.optim is also replaced in the module that defines it, and in DeepSpeed's configs by its name.
+    A class of torch.optim is also replaced in the module that defines it, and as DeepSpeed's type of that name.
     """
     try:
         old = getattr(importlib.import_module(module), name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 _CAST = "cast the parameters yourself, in five lines (docs/options.md, section Casting a model)"
 
+#: Attributes of the module shardopt, or subcommands of its console command.
 NAMES = {
     "cast_model": _CAST,
     "is_norm": _CAST,
@@ -15,6 +16,7 @@ NAMES = {
     "shardopt.checkpoint.import_state; shardopt.checkpoint.load(convert=True) changes codec and block size",
 }
 
+#: Options of optimizers.
 OPTIONS = {
     "device_state_budget": "give the parameters whose state is to stay on the device a param group with offload=None",
     "exact_cut_blocks": "ranks always agree on the scales of blocks that they share; leave the option out",
@@ -24,7 +26,8 @@ OPTIONS = {
     "share_replicas": "every replica computes all of its matrices; leave the option out",
 }
 
-WRAPPED_PREFIX = {
+#: Options of quantize_state.
+QUANTIZE_STATE_OPTIONS = {
     "offload": "use one of shardopt's own optimizers, which have offload=; leave the option out",
     "working_memory": "a step always decodes the state of one parameter at a time; leave the option out",
 }
@@ -32,5 +35,5 @@ WRAPPED_PREFIX = {
 
 def explain_removed(names: Iterable[str]) -> str:
     """Text to append to an error message: for each given name that an earlier version had, what to use instead."""
-    table = {**NAMES, **OPTIONS, **WRAPPED_PREFIX}
+    table = {**NAMES, **OPTIONS, **QUANTIZE_STATE_OPTIONS}
     return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)

@@ -40,7 +40,7 @@ _wrappers_by_model: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Any], ..
 
 
 def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **options: Any) -> Any:
-    """Replaces the Adam in a Megatron optimizer by one of shardopt's optimizers, before the first step.
+    """Replaces the Adam in a Megatron optimizer by one of shardopt's, before the first step; returns the optimizer.
 
     The learning rate, the weight decay and the param groups are Megatron's. So are betas and eps for AdamW and Adam;
     other rules have their own defaults. All ranks must call this.
@@ -50,14 +50,11 @@ def replace_adam(optimizer: Any, optimizer_class: type[ShardedOptimizer], **opti
         optimizer_class: ``shardopt.AdamW8bit``, for example.
         **options: arguments of the class, such as ``codec``.
 
-    Returns:
-        The same optimizer.
-
     Raises:
         TypeError: Megatron's optimizer is or contains another than DistributedOptimizer.
         ValueError: the optimizer has state already; Megatron's config leaves weights or state to its own Adam; or the
             rule has sums over parameters, or treats them as matrices, of which each rank has a part only. In this last
-            case make Megatron's optimizer anew.
+            case Megatron's optimizer was changed already: make a new one.
     """
     wrappers = [wrapper for wrapper in _unchained(optimizer) if not getattr(wrapper, "is_stub_optimizer", False)]
     for wrapper in wrappers:
@@ -128,13 +125,13 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
         ``is_alone`` says that the model has no other DistributedOptimizer. Detaches Megatron's views of parameters.
         """
-        self._nonempty = nonempty_by_group(self)
+        self._nonempty = nonempty_by_group(self)  # what Megatron clips and saves: no empty tensors
         self.stepped = stepped_by_group(shards_of(self), self._nonempty, self.data_parallel_group)
         adam, groups = self.optimizer, []
-        taken = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
+        adopted = _COMMON if issubclass(optimizer_class, AdamW) else ("lr", "weight_decay")
         self._adam_only: list[dict[str, Any]] = []  # per param group, options that only Megatron's checkpoints need
         for group, tensors in zip(adam.param_groups, self.stepped, strict=True):
-            adam_only = {key: value for key, value in group.items() if key in adam.defaults and key not in taken}
+            adam_only = {key: value for key, value in group.items() if key in adam.defaults and key not in adopted}
             kept = {key: value for key, value in group.items() if key not in adam_only and key not in options}
             groups.append({**kept, "params": [*tensors.values()]})
             self._adam_only.append(adam_only)
@@ -142,11 +139,11 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
         self._check_rule(is_alone)
 
     def _check_rule(self, is_alone: bool) -> None:
-        """Raises ValueError if the rule needs whole parameters, or sums over all, and this group has neither."""
+        """Raises ValueError if the rule needs whole parameters, or sums over all, which this optimizer's ranks lack."""
         rules = [self.optimizer.rule(group) for group in self.optimizer.param_groups]
         name = type(self.optimizer).__name__
-        is_whole = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
-        if not is_whole and any(rule.sum_count or rule.orthogonalized is not None for rule in rules):
+        only_data_parallel = dist.get_world_size(self.data_parallel_group) == dist.get_world_size()
+        if not only_data_parallel and any(rule.sum_count or rule.orthogonalized is not None for rule in rules):
             raise ValueError(
                 f"got {name}, which needs whole parameters, with tensor, pipeline or expert parallelism, expected data "
                 "parallelism only; take AdamW8bit or another rule of single elements"
@@ -189,7 +186,7 @@ class DistributedOptimizer(_theirs.DistributedOptimizer):  # type: ignore[misc]
 
     @contextmanager
     def _decoded_adam(self, *, loads: bool) -> Iterator[None]:
-        """Inside, the optimizer is an Adam with decoded float32 moments. With ``loads`` encodes these afterwards."""
+        """A context in which :attr:`optimizer` is a _DecodedAdam; with ``loads`` encodes its moments at the end."""
         ours = self.optimizer
         if isinstance(ours, _DecodedAdam):  # a checkpoint method has called another one
             yield
@@ -288,7 +285,7 @@ def shards_of(wrapper: Any) -> dict[Tensor, FlatShard]:
 
 
 def nonempty_by_group(wrapper: Any) -> list[dict[Tensor, Tensor]]:
-    """Per param group, a dict from parameters with elements in this rank's ranges to the float32 tensors of these.
+    """Per param group, a dict from each parameter that this rank has elements of to the float32 tensor of them.
 
     Detaches the wrapper's views of float32 parameters in place, as torch.optim accepts only leaves of autograd.
     """

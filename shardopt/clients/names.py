@@ -164,7 +164,10 @@ def _changed_adam_options(kind: type[ShardedOptimizer], args: Any) -> dict[str, 
 
 
 def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGroups:
-    """Makes Muon's param groups: vectors without weight decay, as Trainer does, and frozen parameters under AdamW."""
+    """Makes Muon's param groups: vectors have no weight decay, as in Trainer's groups.
+
+    Frozen parameters are under AdamW, since Muon would exchange frozen matrices between ranks in every step.
+    """
     parameters = param_groups(model).parameters
     frozen = {escape(each.names[0]): {"algorithm": "adamw"} for each in parameters if "frozen" in each.notes}
     vectors = [escape(each.names[0]) for each in parameters if len(each.shape) < 2]

@@ -17,7 +17,7 @@ class Named(OptimizerCallback):  # type: ignore[misc]
     """Makes the optimizer of shardopt that ``--optimizer`` names, with the options in ``--optim_args``."""
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Sets ``optim``, which ms-swift and Trainer look up, to the name that ``--optimizer`` gives."""
+        """Makes the optimizer after copying ``--optimizer`` to ``optim``, where ms-swift and Trainer look it up."""
         self.args.optim = OptimizerNames(self.args.optimizer)
         return super().create_optimizer(model)
 

@@ -63,11 +63,11 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
         extra: dict[str, Any] = {name: _saved_state(value) for name, value in stateful.items()}
         checkpoint.save(folder / FOLDER, model, kwargs["optimizer"], **extra)
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
-        if plugin is not None:  # Trainer resumes a sharded model from this file only, and does not write it here
+        if plugin is not None:  # Trainer resumes a sharded model only from a file that it does not write here
             save_fsdp_model(plugin, AcceleratorState(), model, str(folder))
-        if _uses_deepspeed() and args.should_save:  # Trainer reads this file by itself
+        if _uses_deepspeed() and args.should_save:  # a file that Trainer reads by itself when it resumes
             torch.save(lr_scheduler.state_dict(), folder / _trainer.SCHEDULER_NAME)
-        _trainer.Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # which Trainer reads by itself, too
+        _trainer.Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # read by Trainer, too
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Loads the checkpoint if training is resumed, except with DeepSpeed. All ranks call this.
@@ -81,7 +81,7 @@ class PortableCheckpoint(TrainerCallback):  # type: ignore[misc]
                 "got a hyper-parameter search with PortableCheckpoint, expected a single run, as Trainer does not tell "
                 "callbacks the folders of a search; leave the callback out"
             )
-        if not state.global_step or _uses_deepspeed():  # with DeepSpeed Trainer calls _load_into_engine
+        if not state.global_step or _uses_deepspeed():  # a new run; or Trainer itself calls _load_into_engine
             return
         folder = _checkpoint_folder(args, state) if self._resume_from is None else Path(self._resume_from)
         loaded = checkpoint.load(folder / FOLDER, kwargs["model"], kwargs["optimizer"])
@@ -123,8 +123,8 @@ class ClipGradNorm(TrainerCallback):  # type: ignore[misc]
         scaler, inner = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
         if scaler is not None:
             scaler.unscale_(inner)
-        is_ours = isinstance(inner, ShardedOptimizer)
-        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if is_ours else None)
+        multiplies_in_step = isinstance(inner, ShardedOptimizer)  # others' gradients are multiplied here, in place
+        clip_grad_norm_(model.parameters(), self._max_norm, optimizer=inner if multiplies_in_step else None)
 
 
 def _uses_deepspeed() -> bool:

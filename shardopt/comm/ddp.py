@@ -29,7 +29,6 @@ class GradientReducer:
 
     Args:
         messages: a list of parameters per message: the gradients of a list are exchanged together.
-        progress: calls this object at the end of each backward pass.
         mesh: a list of the process group of all ranks; empty for one process.
     """
 
@@ -47,6 +46,7 @@ class GradientReducer:
             if all(param.grad is None for param in params):  # on all ranks, as DDP gives them all a gradient or none
                 continue
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            # A row per rank: its rows of each gradient, padded to equal numbers.
             chunks = torch._chunk_cat([x if x.dim() else x.view(1) for x in grads], dim=0, num_chunks=reduction.size)
             reduction.reduce_scatter(chunks, chunks[reduction.rank])
             if not self._progress.is_last:
@@ -82,7 +82,8 @@ class DdpReducer(GradientReducer):
         super().__init__(messages, progress, wire, [replica.process_group])
         self._reduced_buckets: list[int] = []  # indices of buckets that DDP has asked to reduce in this backward pass
         register_hook(replica, self._reduced_buckets, _skip_all_reduce)
-        # This hook keeps self alive: a reference from a parameter's hook would be a cycle that is never collected.
+        # Forgets the buckets of a pass that raised. This hook also keeps self alive: a reference from a parameter's
+        # hook would be a cycle that is never collected.
         replica.register_forward_pre_hook(lambda *_: self._reduced_buckets.clear())
         for param in trained:  # parameters without elements, too: DDP may reduce their bucket first
             param.register_hook(Hook(progress.begin_pass))  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ class DdpReducer(GradientReducer):
 
 
 def _skip_all_reduce(buckets: list[int], bucket: GradBucket) -> Future[Tensor]:
-    """A DDP hook that does not reduce, but notes the bucket: DDP only finds out which parameters any rank has used."""
+    """A DDP hook that notes the bucket and reduces nothing. DDP still finds out which parameters any rank has used."""
     buckets.append(bucket.index())
     buffer = bucket.buffer()
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)

@@ -34,32 +34,33 @@ class FsdpReducer:
         (self._group,) = torch_groups(module)
         assert isinstance(module, Module)
         self._mesh = _mesh_of(self._group)
-        self._reduction: Reduction | None = None  # of this step
+        self._reduction: Reduction | None = None  # of this step, or of the last one before this step's first pass
         self._trained: list[Any] = []  # the trained parameters of this step's first pass, and so of all its passes
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # has what FSDP2 calls
-        if self._mesh[0].size() == 1:  # FSDP2 leaves the reduce-scatter out
+        if self._mesh[0].size() == 1:  # then FSDP2 calls no reduce-scatter, but this hook
             module.set_all_reduce_hook(lambda gradient: self(gradient, gradient, self._mesh[0], None))
         module.set_gradient_divide_factor(1.0)  # Reduction divides, once, after the last micro-batch
-        if hasattr(module, "set_reduce_scatter_unused_params"):
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13: zeros for unused parameters
             module.set_reduce_scatter_unused_params(True, recurse=False)
         module.register_forward_pre_hook(lambda *_: self._begin_forward())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates the reduce-scatter's input or output when FSDP2 asks for it: an ordinary tensor."""
+        """Allocates an ordinary tensor for the reduce-scatter's input or output, as FSDP2 asks of custom ones."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Replaces FSDP2's reduce-scatter: see :meth:`Reduction.reduce_scatter`. Raises RuntimeError for wrong use."""
+        """Replaces FSDP2's reduce-scatter by :meth:`Reduction.reduce_scatter`; ignores ``op`` and ``async_op``."""
         self._progress.begin_pass()
         chunks = input_tensor.view(group.size(), -1)
         trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
         if self._reduction is None or self._reduction.sum.next_term == 0:  # the first pass of a step
             cuts = ((param._orig_size, param.fsdp_placement.dim) for param in trained)
-            shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]  # as matrices of slices
+            shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]  # a row per index in dim
             self._reduction, self._trained = Reduction(self._progress, self._format, shapes, self._mesh), trained
-        if trained != self._trained or self._reduction.wire.numel != chunks.shape[1]:
+        has_other_params = trained != self._trained  # than in the first pass
+        if has_other_params or self._reduction.wire.numel != chunks.shape[1]:  # the latter if a gradient is missing
             raise RuntimeError(
                 f"{self._name!r}: got gradients of {chunks.shape[1]} elements per rank, expected "
                 f"{self._reduction.wire.numel}: requires_grad was changed within a step, or a parameter had no "

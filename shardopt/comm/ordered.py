@@ -61,7 +61,7 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
     if sharded:
         mesh = checked_mesh(model, sharded, wire)
     ranks = math.prod(group.size() for group in mesh)
-    if mesh:
+    if mesh:  # compared before micro_batches is checked: a rank that raised would leave the others waiting here
         settings = f"micro_batches={micro_batches}, wire={wire!r}"
         for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).all_gather(settings.encode()).items():
             if other.decode() != settings:

@@ -18,7 +18,6 @@ class PairwiseSum:
     there, if the first one's first term has a number divisible by 2^(k+1). None stands for a sum of zeros.
 
     Attributes:
-        next_term: the number of the next term.
         partial_sums: pairs (k, sum of 2^k terms in float32), the latest terms last.
     """
 
@@ -36,7 +35,7 @@ class PairwiseSum:
         return [x for _, x in self.partial_sums if x is not None]
 
     def add(self, terms: Iterable[Tensor | None], level: int = 0) -> None:
-        """Adds terms, each a sum of 2^level terms already. Keeps no reference to them."""
+        """Adds terms, each a sum of 2^level terms already, or None for zeros. Copies what it keeps of them."""
         for term in terms:
             total, reached = term, level
             # A sum of 2^k terms is the right half of a sum of 2^(k+1) if bit k of its first term's number is set.

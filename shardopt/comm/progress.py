@@ -20,12 +20,9 @@ from shardopt.release.backward import Hook
 class Progress:
     """Counts the backward passes of a step, and checks that gradients are not written or stepped between them.
 
-    Args:
-        micro_batches: the number of micro-batches per step, over all ranks.
-        ranks: the number of ranks, which take equally many micro-batches.
-
     Attributes:
-        passes, done: the number of backward passes per step, and how many of this step's are over.
+        micro_batches: the number of micro-batches per step, over all ranks.
+        passes, done: the number of backward passes per step on each rank, and how many of this step's are over.
         sums: the partial sums of all gradients; weak references, as the reducers own them.
         end_callbacks: functions to call at the end of each backward pass, after the callbacks of DDP and FSDP2.
     """
@@ -41,7 +38,7 @@ class Progress:
         # The gradients' versions when the running pass began, or after the last pass.
         self._versions: dict[Parameter, tuple[int, int]] = {}
         _all.add(self)
-        weakref.finalize(self, register_optimizer_step_pre_hook(Hook(self._check_step)).remove)
+        weakref.finalize(self, register_optimizer_step_pre_hook(Hook(self._check_step)).remove)  # once it is freed
 
     @property
     def first_micro_batch(self) -> int:
@@ -56,13 +53,12 @@ class Progress:
     def begin_pass(self, *_: Any) -> None:
         """Starts a backward pass; further calls in the same pass return at once. Reducers and gradient hooks call it.
 
-        Raises:
-            RuntimeError: see :meth:`_check_next_pass` and :meth:`_check_hooks`.
+        Raises RuntimeError as :meth:`_check_next_pass` and :meth:`_check_hooks` say.
         """
         if self._end_callback is not None and self._end_callback() is not None:
             return  # the running pass, or one within it
         is_within_step = self.done > 0 or self._end_callback is not None
-        if is_within_step and self._is_discarded():
+        if is_within_step and self._is_discarded():  # zero_grad() starts the step again
             self.done = 0
             for pairwise in self.sums:
                 pairwise.reset()
@@ -147,7 +143,8 @@ class Progress:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raises RuntimeError if an optimizer is about to step these parameters before the last backward pass."""
-        if self.done in (0, self.passes) and self._end_callback is None:
+        is_between_steps = self.done in (0, self.passes) and self._end_callback is None  # None: no pass has raised
+        if is_between_steps:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
         if not self._is_discarded() and self in progresses_of(params):
@@ -162,7 +159,7 @@ def _queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-_all: weakref.WeakSet[Progress] = weakref.WeakSet()
+_all: weakref.WeakSet[Progress] = weakref.WeakSet()  # in this process
 
 
 def progresses_of(params: Iterable[Tensor]) -> Iterator[Progress]:

@@ -34,7 +34,7 @@ class Reduction:
         self._replicas = mesh[1] if len(mesh) > 1 else None
         self.size, self.rank = (1, 0) if self._shards is None else (self._shards.size(), self._shards.rank())
         self.wire = Wire(wire, shapes, self.size)
-        self.sum = PairwiseSum()
+        self.sum = PairwiseSum()  # of this rank's chunk, under HSDP of a part of the chunk
         progress.sums.add(self.sum)
 
     @without_autograd
@@ -50,7 +50,7 @@ class Reduction:
         """
         self.sum.add_zeros_before(self._progress.first_micro_batch)  # for passes that did not use the parameters
         message = self.wire.encode(chunks)
-        pieces = message
+        pieces = message  # a row per rank: its micro-batch's gradient of this rank's chunk
         if self.size > 1:
             pieces = torch.empty_like(message)
             dist.all_to_all_single(pieces, message, group=self._shards)
@@ -67,9 +67,10 @@ class Reduction:
         out.copy_(mean[: len(out)])  # without the last replica's padding
 
     def _add_replicas(self, pieces: Tensor, replicas: ProcessGroup) -> None:
-        """Collective under HSDP: adds all replicas' micro-batches, this rank's ``pieces`` among them, to :attr:`sum`.
+        """Under HSDP: exchanges partial sums among replicas of the chunk, and adds those of its part to :attr:`sum`.
 
-        Each replica gets the partial sums of a range of elements, and adds them.
+        Collective. Each replica first sums its own micro-batches' gradients, ``pieces``. Replica i then gets the i-th
+        part of all replicas' partial sums, which it adds in the order of micro-batches.
         """
         size, count, first = replicas.size(), len(pieces), self._progress.first_micro_batch
         own_sum = PairwiseSum(first + replicas.rank() * count)

@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 WireFormat = Literal["fp32", "bf16", "e4m3"]
 WIRES: tuple[str, ...] = get_args(WireFormat)
 
-#: Elements that share a scale.
-BLOCK = 128
+BLOCK = 128  # elements that share a scale
 
 
 class Wire:
@@ -25,7 +24,6 @@ class Wire:
     shorter than 128 elements are sent in float32.
 
     Args:
-        wire: the number format.
         shapes: the shapes of the parameters. A scalar is one row.
         ranks: the number of chunks into which the rows of each parameter are divided.
 
@@ -75,8 +73,8 @@ def _encode_e4m3(x: Tensor) -> Tensor:
     magnitude = torch.maximum(x, -x)
     is_finite = magnitude < torch.inf
     largest = magnitude.where(is_finite, 0.0).amax(-1, keepdim=True)
-    # The scale 2^e, of which e's float32 exponent field is sent, is the smallest with largest <= 448 * 2^e. 448, E4M3's
-    # largest number, is 1.75 * 2^8: adding 0x1FFFFF carries a mantissa above 1.75 into the exponent field.
+    # The scale is 2^e, with the smallest e in [-124, 119] for which largest <= 448 * 2^e. A byte, e + 127, is sent.
+    # 448, E4M3's largest number, is 1.75 * 2^8: adding 0x1FFFFF carries a mantissa above 1.75 into the exponent field.
     scale = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(3, 246)
     y = (x * _power_of_two(254 - scale)).clamp_(-448.0, 448.0).where(is_finite, torch.nan)
     codes = y.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)[..., :row_numel]

@@ -35,7 +35,7 @@ class _ParameterProgress:
     gradients: int = 0  # how many it got since the optimizer's last step()
     stepped: bool = False  # whether it was stepped since the optimizer's last step()
     pending: WorkerTask | None = None  # its last step, if the worker thread takes it and nothing has waited for it yet
-    read_early: bool = False  # whether a forward pass may have read it before its pending step was done
+    read_early: bool = False  # with overlap_forward: a forward pass may have read it before its pending step was done
 
 
 class BackwardRelease:
@@ -45,7 +45,6 @@ class BackwardRelease:
     rounding depends on the parameter's index in the optimizer.
 
     Args:
-        optimizer: the optimizer that has the parameters.
         model: the wrapped model.
         params: the parameters to step.
         limit: how many steps may be in flight in the worker thread.
@@ -55,8 +54,7 @@ class BackwardRelease:
         ValueError: a param group has ``nonfinite="raise"``, or a rule with sums over all parameters.
     """
 
-    #: Whether steps are taken during the next forward pass.
-    overlaps_forward = False
+    overlaps_forward = False  # whether steps are taken during the next forward pass
 
     def __init__(
         self, optimizer: ShardedOptimizer, model: Module, params: Collection[Tensor], limit: int, micro_batches: int
@@ -79,7 +77,7 @@ class BackwardRelease:
 
     @without_autograd
     def gradient_ready(self, param: Tensor) -> None:
-        """Takes the step of a parameter whose gradient is complete, and frees the gradient: a post-accumulate hook.
+        """Steps a parameter that has the gradients of all micro-batches, and frees ``.grad``: a post-accumulate hook.
 
         With ``offload="step"`` the worker thread takes the step, unless the step needs collectives: these must come in
         the same order on all ranks, so this thread calls them. If more parts of the gradient may come in this backward
@@ -133,7 +131,7 @@ class BackwardRelease:
         optimizer.record_changes([group])
         alone = {**group, "params": [param]}
         step = self._progress[param].stepper.prepare([alone], {param: entries}, scaling, on_host)
-        if not has_state:
+        if not has_state:  # only now: if prepare() raises, the optimizer has no half-made state
             optimizer.state[param] = entries
         return step
 
@@ -149,13 +147,13 @@ class BackwardRelease:
         )
 
     def _submit_step(self, param: Tensor, step: Callable[[], None], *, keeps_gradient: bool) -> None:
-        """Queues a step for the worker thread, and records it as the parameter's pending step."""
+        """Queues a parameter's step, which becomes its pending step; arguments as for :meth:`WorkerThread.submit`."""
         progress = self._progress[param]
-        written = (param.detach(), list(self._optimizer.state[param].values()))
+        written = (param.detach(), list(self._optimizer.state[param].values()))  # kept alive until the step is done
         progress.pending = self._worker.submit(
             param.device, progress.index, step, written, keeps_gradient=keeps_gradient
         )
-        # Before the hook returns: if the rest of the backward pass needs the old value, autograd then raises an error.
+        # Now, not when the thread writes: if the rest of the backward pass needs the old value, autograd then raises.
         increment_version(param)
 
     def wait(self, *_: Any) -> None:
@@ -198,7 +196,7 @@ class BackwardRelease:
             )
 
     def next_step(self) -> None:
-        """Starts a new step: forgets which parameters got gradients and were stepped."""
+        """Starts a new step: forgets which parameters got gradients and were stepped. Waits for nothing."""
         for group in set(self._groups.values()):
             group.reset_counts()
         self._has_gradients = False
@@ -231,7 +229,10 @@ class BackwardRelease:
         return self._progress.keys()
 
     def invalidate_steps(self, *, discard_gradients: bool) -> None:
-        """Waits for steps in flight, drops the steppers' caches and, with ``discard_gradients``, the current step."""
+        """Waits for steps in flight, and drops what steppers have cached: shards or state may have changed.
+
+        ``discard_gradients`` also starts the current step again: after a load its gradients are of other weights.
+        """
         if discard_gradients:
             self.next_step()
         self.wait()
@@ -250,20 +251,18 @@ class Hook:
 
     @_disable_dynamo  # forward and backward passes within compiled functions call it, too
     def __call__(self, *args: Any) -> None:
-        """Calls the method with the hook's arguments, if its object still exists."""
         method = self._method()
         if method is not None:
             method(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies without a method, for :mod:`copy` and :mod:`pickle`."""
         return Hook, ()
 
 
 def _wait_for_copy(gradient: Tensor | None) -> None:
     """Waits for a gradient that fully_shard's ``CPUOffloadPolicy`` may be copying to pinned memory in this stream.
 
-    Before PyTorch 2.13 it calls hooks as soon as the copy is queued, and waits at the end of the backward pass only.
+    Before PyTorch 2.13 fully_shard calls hooks once the copy is queued, and waits at the backward pass's end only.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gradient = getattr(gradient, "_local_tensor", gradient)

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
-    """The parameters whose gradients a DDP module reduces in buckets.
-
-    Raises:
-        RuntimeError: the DDP module reduces some gradients in another way.
-    """
+    """The parameters whose gradients a DDP module reduces in buckets; RuntimeError if it reduces some otherwise."""
     if replica._use_python_reducer or replica._delay_all_reduce_params:
         option = (
             "compiled autograd's python reducer" if replica._use_python_reducer else "delay_all_reduce_named_params"
@@ -37,15 +33,12 @@ def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
 
 
 def register_hook(replica: DistributedDataParallel, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-    """Registers a DDP module's communication hook, which DDP calls with ``state`` and each bucket of gradients.
-
-    Raises:
-        RuntimeError: the DDP module has another communication hook, and can have no second.
-    """
+    """Registers a hook that DDP calls with ``state`` and each bucket of gradients; RuntimeError if DDP has one."""
     try:
         if replica._comm_hooks:
             raise RuntimeError("a communication hook is registered")
-        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # DDP reads hook's annotations
+        # A lambda has no annotations: DDP refuses a hook whose annotation of the bucket is a string, as here.
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
     except RuntimeError as error:
         raise RuntimeError(
             "got DistributedDataParallel with a communication hook (release_gradients, mixed_precision and "
@@ -75,7 +68,7 @@ class BucketHook:
         self._bucket_views: set[Tensor] = set()  # parameters whose .grad this backward pass made a view of a bucket
 
     def add(self, param: Tensor, gradient_ready: Callable[[Tensor], None]) -> Callable[[], object]:
-        """Calls a function at the end of each backward pass that gives ``param`` a gradient; returns how to undo it."""
+        """Has passes that give ``param`` a gradient end by ``gradient_ready(param)``; returns a function to undo it."""
         self._hooks[param] = gradient_ready
         return lambda: self._hooks.pop(param)
 
@@ -91,7 +84,8 @@ class BucketHook:
                     param.grad = gradient
                     self._bucket_views.add(param)
             if bucket.is_last():  # in the backward pass that DDP ends in, which may be a reentrant checkpoint's
-                # DDP queues a callback later that waits for the all-reduces: queued twice, ours is called after it.
+                # DDP queues its callback, which waits for the all-reduces, after this hook. So ours, when it is called,
+                # queues itself once more: then it runs after DDP's.
                 queue = Variable._execution_engine.queue_callback
                 queue(partial(queue, self._end_pass))
         # DDP, too, multiplies by the reciprocal before the all-reduce: the same bits.

@@ -59,7 +59,8 @@ class ForwardOverlap:
             self._called_now = set()
         self._called_now.add(module)
         params = self._params_by_reader.get(module, [])  # none in a shallow copy of a module, which has its hooks
-        # In evaluation all are waited for: no backward pass would notice a parameter read without a module's call.
+        # Layers wait for all of their parameters. So do other modules in evaluation: no backward pass would notice a
+        # parameter that was read too early because its module is not called.
         if torch.is_grad_enabled() and module not in self._layers:
             params = [param for param in params if not self._is_left_to_owners(param, module)]
         self._release.wait_for_steps(params)

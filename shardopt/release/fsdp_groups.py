@@ -22,9 +22,6 @@ class FsdpGroup:
     per use whose inputs need gradients; gradients of uses without such inputs come at the end of the backward pass.
     The wrapped methods count the uses, for :attr:`expects_more`.
 
-    Args:
-        group: torch's ``FSDPParamGroup``.
-
     Attributes:
         before_gather: functions to call with the sharded parameters before each all-gather, which reads them.
     """
@@ -75,7 +72,10 @@ class FsdpGroup:
         return result
 
     def _post_backward(self, *unused: Any) -> None:
-        """Counts a reduction of gradients; replaces ``post_backward()``, which reduces them and calls their hooks."""
+        """Replaces ``post_backward()``, which reduces gradients and calls their hooks, to count it first.
+
+        FSDP2 also calls it at the end of the pass, for uses that were not counted as pending: the count stays at 0.
+        """
         self._pending_reductions = max(self._pending_reductions - 1, 0)
         self._wrapped_post_backward(*unused)
 

@@ -152,7 +152,7 @@ def release_gradients(
 def _register_hooks(
     release: BackwardRelease, model: Module, bucket_hooks: Mapping[Tensor, BucketHook], undo: ExitStack
 ) -> None:
-    """Registers a release's hooks in the model: DDP's for parameters in ``bucket_hooks``. ``undo`` will remove them."""
+    """Registers a release's hooks in the model, for DDP's parameters in ``bucket_hooks``; ``undo`` will remove them."""
     gradient_ready, wait = Hook(release.gradient_ready), Hook(release.wait)
     for module in model.modules():
         undo.callback(module.register_state_dict_pre_hook(wait).remove)  # type: ignore[no-untyped-call]

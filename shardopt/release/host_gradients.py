@@ -18,9 +18,8 @@ class HostGradient:
     """The sum, on the host, of one parameter's gradients over the micro-batches of a step.
 
     Args:
-        name: the parameter's name, for error messages.
         memory: host memory for the gradient of this rank's shard.
-        holders: the ranks that hold the parameter's shards, over which the norm is summed.
+        holders: the ranks that hold the parameter's shards, over which the norm is summed; None if each has all of it.
 
     Attributes:
         sum: the sum of the gradients so far, contiguous.
@@ -40,18 +39,15 @@ class HostGradient:
     def add(self, gradient: Tensor, staging: Staging, *, is_first: bool, squares: Tensor | None) -> None:
         """Copies a gradient to the host and adds it to the sum; runs in the worker thread.
 
-        Args:
-            gradient: contiguous, on the parameter's device.
-            staging: copies the gradient in pieces.
-            is_first: whether this is the step's first gradient, which overwrites the sum.
-            squares: zeros, to which the squares of the new sum are added exactly; None to leave them out.
+        The gradient is contiguous, on the parameter's device. With ``is_first`` it overwrites the sum of the last step.
+        ``squares`` is zeros, to which the squares of the new sum's elements are added; None leaves them out.
         """
         try:
             total = self.sum.view(-1)
             into_sum = is_first and gradient.dtype == total.dtype
             for sum_piece, piece in staging.copied_pieces(gradient.view(-1), total, into_sum=into_sum):
                 if not into_sum:
-                    sum_piece.copy_(piece) if is_first else sum_piece.add_(piece)  # in float32, if the sum is
+                    sum_piece.copy_(piece) if is_first else sum_piece.add_(piece)
                 if squares is not None:
                     accumulate_norm(sum_piece, _C.NormPass.squares, squares)
             self.squares = squares
@@ -60,7 +56,10 @@ class HostGradient:
             raise
 
     def norm_share(self, *, largest: bool) -> Tensor:
-        """The exact sum of squares, or the bits of the largest magnitude. No copy to the sum may be in flight."""
+        """The exact sum of squares; with ``largest`` the bits of the largest magnitude, in the first word instead.
+
+        No copy to the sum may be in flight. Squares that were summed as gradients arrived are not computed again.
+        """
         if not largest and self.squares is not None:
             return self.squares
         share = zero_share()

@@ -15,7 +15,7 @@ from shardopt.optim import ShardedOptimizer
 def patch_loss_scalers() -> None:
     """Patches GradScaler and all its subclasses defined so far to unscale and check gradients held on the host, too."""
     classes: list[type[GradScaler]] = [GradScaler]
-    for scaler in classes:
+    for scaler in classes:  # grows within the loop
         classes += scaler.__subclasses__()
         unscale = vars(scaler).get("_unscale_grads_")
         # functools.wraps copies the attribute, so a function that somebody else has put around ours has it, too.
@@ -29,7 +29,7 @@ def _with_host_gradients(unscale: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(unscale)
     def unscale_all(scaler: Any, optimizer: Any, factor: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Any:
         release = optimizer._internals.held_release if isinstance(optimizer, ShardedOptimizer) else None
-        if release is None or release.is_unscaling:  # a subclass's method has called that of its base class
+        if release is None or release.is_unscaling:  # holds no gradients, or a subclass's method calls its base's
             return unscale(scaler, optimizer, factor, found_inf, allow_fp16)
         release.collect_grads()
         release.is_unscaling = True

@@ -48,7 +48,7 @@ class OverlappedRelease(BackwardRelease):
     ) -> None:
         super().__init__(optimizer, model, params, limit, micro_batches)
         residency = optimizer._internals.residency
-        state_bytes = residency.unallocated_bytes  # before of(), which allocates the state's memory
+        state_bytes = residency.unallocated_bytes  # read before decide(), which allocates the state's memory
         offloaded = [param for param in params if residency.decide(param).offload == "step"]
         likes = [self._sum_like(shard_of(param).local(param), param.dtype) for param in offloaded]
         demand_host_memory(state_bytes + sum(like.nbytes for like in likes), ranks_here())
@@ -76,6 +76,8 @@ class OverlappedRelease(BackwardRelease):
     def gradient_ready(self, param: Tensor) -> None:
         """Starts the copy of a complete gradient to the host; the optimizer's ``step()`` will step the parameter.
 
+        Leaves the gradient in ``.grad`` if the parameter is not offloaded by ``offload="step"``.
+
         Raises:
             RuntimeError: the parameter got more gradients than micro-batches since the last ``step()``; or the forward
                 pass did not wait for its last step; or the gradient is sharded otherwise than the parameter, and cannot
@@ -100,9 +102,10 @@ class OverlappedRelease(BackwardRelease):
             self._copy_to_host(param, is_part=is_part)
 
     def _copy_to_host(self, param: Tensor, *, is_part: bool = False) -> None:
-        """Starts a gradient's copy to the host and clears ``.grad``; leaves sparse gradients and other dtypes there.
+        """Starts the copy of an offloaded parameter's gradient to the host, and clears ``.grad``.
 
-        With ``is_part`` more parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
+        Leaves sparse gradients and other dtypes in ``.grad``, for which ``step()`` will raise. With ``is_part`` more
+        parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
         """
         host, gradient = self._host_sums.get(param), param.grad
         if host is None or gradient is None or gradient.layout != torch.strided:
@@ -123,7 +126,9 @@ class OverlappedRelease(BackwardRelease):
         source = local.resolve_neg().contiguous()
         # Must not hold a reference to the release: it may be garbage-collected while this task is queued.
         add = partial(host.add, source, self._staging, is_first=is_first, squares=squares)
-        host.copied = self._worker.submit(param.device, -1, add, (source, gradient), keeps_gradient=True).future
+        stream_index = -1  # any number, but always the same one: each task waits for its own copies
+        task = self._worker.submit(param.device, stream_index, add, (source, gradient), keeps_gradient=True)
+        host.copied = task.future
         param.grad = None
 
     def _fitting_sum(self, param: Tensor, gradient: Tensor) -> HostGradient:
@@ -169,10 +174,10 @@ class OverlappedRelease(BackwardRelease):
                 self._copy_to_host(param)
 
     def norm_shares(self, *, largest: bool) -> Shares:
-        """Waits for the gradients on the host; returns their contribution to the norm, by the ranks that share them.
+        """Waits for the gradients on the host; returns this rank's part of their norm, by the ranks to reduce it over.
 
-        With ``largest`` reads the gradients for their largest magnitude. Else it is the sum of squares, computed as
-        gradients arrived, if the last step asked for it, too.
+        The part is an exact sum of squares, known already if the last step asked for one, too: then squares are summed
+        as gradients arrive. With ``largest`` it is the largest magnitude instead, for which gradients are read now.
         """
         self.wait()
         # Sets of ranks without any gradient have a share of zero, as all ranks must all-reduce the same sets.
@@ -183,6 +188,7 @@ class OverlappedRelease(BackwardRelease):
             host.check_complete()
             shares[host.holders].append(host.norm_share(largest=largest))
         if largest:
+            # A magnitude is one word, the first.
             return {holders: torch.stack(words).amax(0)[:1] for holders, words in shares.items()}
         self._norm_was_read = True
         return {holders: torch.stack(words).sum(0) for holders, words in shares.items()}
@@ -221,7 +227,7 @@ class OverlappedRelease(BackwardRelease):
         self._found_inf = found
 
     def begin_replica(self, replica: Any, args: Any) -> None:
-        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then see the base."""
+        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then as the base."""
         wait([host.copied for host in self._host_sums.values() if host.copied is not None])
         super().begin_replica(replica, args)
 
@@ -250,7 +256,7 @@ class OverlappedRelease(BackwardRelease):
             for param, step in steps.items():
                 host = self._host_sums[param]
                 if self._progress[param].stepper.communicates:
-                    self.wait()
+                    self.wait()  # until the copy of its gradient is done
                     step()
                 else:
                     self._submit_step(param, partial(host.step, step), keeps_gradient=False)

@@ -18,7 +18,7 @@ def _before_fork() -> None:
     for worker in tuple(_workers):
         for task in worker.unfinished:  # submit() and raise_errors() replace the list
             task.wait()
-            task.future.done()  # acquires the future's lock: the worker thread has released it, no copy stays locked
+            task.future.done()  # takes its lock: the worker thread has let go of it, and the child's copy is unlocked
 
 
 def _after_fork() -> None:
@@ -38,7 +38,6 @@ class WorkerTask:
     """A parameter's step, or the copy of a gradient to the host, that the worker thread runs.
 
     Args:
-        work: the function to run.
         keep_alive: objects whose memory the function reads or writes: referenced until this object is dropped.
         stream: the CUDA stream in which the function queues its copies; None for parameters on the CPU.
 
@@ -92,14 +91,14 @@ class WorkerThread:
         _workers.add(self)
 
     def restart(self) -> None:
-        """Forgets the thread, which a forked child lacks, and the lock, which it may hold: the next task starts one."""
-        self._lock = RLock()  # the backward pass has a thread per device
-        self._executor: ThreadPoolExecutor | None = None
+        """Drops thread and lock: in a forked child the thread is gone, and a thread of the parent may hold the lock."""
+        self._lock = RLock()  # the backward pass has a thread per device; reentrant, as submit() calls raise_errors()
+        self._executor: ThreadPoolExecutor | None = None  # the next task starts it
 
     def submit(
         self, device: torch.device, index: int, work: Callable[[], None], keep_alive: object, *, keeps_gradient: bool
     ) -> WorkerTask:
-        """Queues a task. With ``keeps_gradient`` raises, instead, what an earlier task raised.
+        """Queues a task. With ``keeps_gradient``, if an earlier task has failed, raises its exception instead.
 
         Args:
             device: the parameter's device.

@@ -27,6 +27,7 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
+        """Bytes of all uses together."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
@@ -98,10 +99,11 @@ def memory_report(optimizer: Optimizer) -> MemoryReport:
             for key, value in owner.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(kind_of(key), _local(value))
-    progress = sys.modules.get("shardopt.comm.progress")  # without it there are no sums
-    if progress is not None:
-        for counted in progress.progresses_of(param for group in optimizer.param_groups for param in group["params"]):
-            for pairwise in counted.sums:
+    progress_module = sys.modules.get("shardopt.comm.progress")  # if nobody has imported it, no gradients are ordered
+    if progress_module is not None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for progress in progress_module.progresses_of(params):
+            for pairwise in progress.sums:
                 for tensor in pairwise.tensors:
                     add("gradient_sums", tensor)
     if isinstance(owner, ShardedOptimizer):

@@ -52,7 +52,7 @@ def readout(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: flo
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: multipliers.Factors, fp8: bool) -> Tensor:
-    """``x weight^T + bias``, scaled; the bias is added after the product was rounded to its dtype."""
+    """Computes ``x weight^T + bias``, scaled by ``factors``; the bias is added to the rounded product."""
     result = product(x, weight, *factors, fp8=fp8)
     if bias is None:
         return result
@@ -60,7 +60,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, factors: multipliers
 
 
 def _tokens(x: Tensor, share: float) -> float:
-    """The number of rows of x over which the gradient of a parameter is a sum: times accumulation steps / ranks."""
+    """The number of terms in the gradient of a parameter of a layer with input x: rows of x, times ``share``."""
     return math.prod(x.shape[:-1]) * share
 
 
@@ -94,7 +94,7 @@ def _silu(x: Tensor, mult: float) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
-    """``softmax(mult x)`` along ``dim``, scaled: entries sum not to 1 but to between the dim's size and its root."""
+    """``softmax(mult x)`` along ``dim``, scaled: entries add up to between the root of the dim's size and the size."""
     factors = multipliers.softmax(x.shape[dim], mult, constrained)
     return scale_fwd(F.softmax(scale_bwd(x, factors.first) * mult, dim=dim), factors.output)
 
@@ -102,7 +102,7 @@ def softmax(x: Tensor, dim: int, mult: float = 1.0, *, constrained: bool = True)
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mult: float = 1.0, dropout: float = 0.0
 ) -> Tensor:
-    """Attention with logits ``mult / head_dim`` times query by key, scaled; tensors: (..., heads, positions, head_dim).
+    """Attention with logits ``query key^T mult / head_dim``, scaled; tensors: (..., heads, positions, head_dim).
 
     If ``causal``, a position attends to no later position. ``mult`` is u-muP's alpha_attn-softmax, and ``dropout`` the
     fraction of attention weights that are dropped.
@@ -177,7 +177,7 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_index: int = -100) -> Tensor:
-    """The mean cross entropy in nats, a scalar, but with the scaled gradient of the sum, whatever the number of tokens.
+    """The mean cross entropy in nats, a scalar; but its gradient is that of the sum over tokens, scaled.
 
     Do not divide the loss by the number of accumulation steps.
 
@@ -194,7 +194,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, mult: float = 1.0, ignore_ind
 
 
 def mse_loss(x: Tensor, target: Tensor) -> Tensor:
-    """The mean squared error of tensors of one shape, but with the scaled gradient of the sum of squared errors.
+    """The mean squared error of tensors of one shape; but its gradient is that of the sum of squared errors, scaled.
 
     Raises:
         ValueError: the shapes differ.

@@ -27,8 +27,6 @@ class Linear(_Split, nn.Linear):
     """:func:`shardopt.unit.linear` with a weight of std 1.
 
     Args:
-        in_features: elements of an input.
-        out_features: elements of an output.
         bias: whether there is a bias, of zeros.
         constrained: see :func:`shardopt.unit.linear`.
         fp8: whether to multiply in FP8.
@@ -44,13 +42,13 @@ class Linear(_Split, nn.Linear):
         self.fp8 = fp8
 
     def reset_parameters(self) -> None:
-        """Normal weights of std 1, bias 0."""
+        """Draws weights from a normal distribution of std 1, and sets the bias to 0."""
         nn.init.normal_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: (..., in_features)."""
+        """Applies the layer to ``input``, (..., in_features)."""
         return U.linear(input, self.weight, self.bias, constrained=self.constrained, fp8=self.fp8, share=self.share)
 
 
@@ -63,7 +61,7 @@ class Readout(Linear):
         super().__init__(in_features, out_features, bias, constrained=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: (..., in_features)."""
+        """Computes logits from ``input``, (..., in_features)."""
         return U.readout(input, self.weight, self.bias, share=self.share)
 
 
@@ -76,7 +74,7 @@ class Embedding(_Split, nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: tokens, int64 of any shape."""
+        """Looks up the entries of ``input``: tokens, int64 of any shape."""
         return U.embedding(input, self.weight, share=self.share)
 
 
@@ -91,7 +89,7 @@ class RMSNorm(_Split):
         self.weight = nn.Parameter(torch.ones(dim, device=None)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., dim)."""
+        """Normalizes ``x``, (..., dim)."""
         return U.rms_norm(x, self.weight, self.eps, share=self.share)
 
 
@@ -99,7 +97,6 @@ class Attention(nn.Module):
     """Self-attention: ``query``, ``key``, ``value`` and ``out`` are :class:`Linear`.
 
     Args:
-        dim: elements of an input.
         heads: the number of heads, of ``dim / heads`` elements each.
         causal: whether a position attends to no later position.
         mult: the multiplier of the logits (alpha_attn-softmax).
@@ -119,9 +116,12 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (Linear(dim, dim, fp8=fp8) for _ in range(4))
 
     def forward(self, x: Tensor, rotate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """x: (batch, positions, dim); rotate: its rotary embedding, of (batch, heads, positions, dim / heads)."""
+        """Attends within ``x``, (batch, positions, dim).
+
+        ``rotate`` is the rotary embedding: a function of queries, or keys, (batch, heads, positions, dim / heads).
+        """
         factor = multipliers.query(x.shape[2] // self.heads, self.mult)
-        shared = scale_bwd(x, 1 / factor)  # undoes the factor after the projections, whose own weights keep it
+        shared = scale_bwd(x, 1 / factor)  # undoes ``factor`` in the gradient of x; the projections' weights keep it
         query, key, value = scale_bwd(self.query(shared), factor), scale_bwd(self.key(shared), factor), self.value(x)
         # From (batch, positions, dim) to (batch, heads, positions, dim / heads).
         query, key, value = (y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
@@ -147,7 +147,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(hidden, dim, constrained=False, fp8=fp8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., dim)."""
+        """Applies the module to ``x``, (..., dim)."""
         out: Tensor = self.down(U.swiglu(self.up(x), self.gate(x), self.mult))
         return out
 

@@ -27,7 +27,7 @@ def _between(share: float, low: float, high: float) -> float:
 
 
 def linear(inputs: int, outputs: int, tokens: float, constrained: bool = True) -> Factors:
-    """Factors for an input of ``tokens`` rows, and a weight, ``(outputs, inputs)``, which are also those of a bias."""
+    """Factors for an input, (tokens, inputs), and a weight, (outputs, inputs); a bias has the weight's factor."""
     output = inputs**-0.5
     return Factors(output, output if constrained else outputs**-0.5, norm(tokens))
 
@@ -69,7 +69,7 @@ def softmax(entries: int, mult: float = 1.0, constrained: bool = True) -> Factor
 
 
 def attention(positions: int, head_dim: int, causal: bool, mult: float = 1.0, dropout: float = 0.0) -> float:
-    """The factor for attention with logits ``mult / head_dim`` times query by key.
+    """The factor for attention with logits ``query key^T mult / head_dim``.
 
     The output's variance is between 1, for all weight on one value, and 1 / number of values, for equal weights.
     """
@@ -78,7 +78,7 @@ def attention(positions: int, head_dim: int, causal: bool, mult: float = 1.0, dr
 
 
 def query(head_dim: int, mult: float = 1.0) -> float:
-    """The factor of the gradients of queries and keys; those of their projections' inputs have its inverse.
+    """The factor of the gradients of queries and keys; the gradients of their projections' inputs get its inverse.
 
     Attention gives queries and keys of std 1 gradients of std ``mult / sqrt(head_dim)``, because its logits are divided
     by ``head_dim``. These gradients are scaled up where they enter the projections and down where they leave, so that
@@ -109,7 +109,7 @@ def dropout(p: float) -> float:
 
 
 def cross_entropy(classes: int) -> float:
-    """The factor of the logits' gradient only, for the sum of cross entropies."""
+    """The factor of the logits' gradient only, for the sum of cross entropies over tokens."""
     return classes / sqrt(max(classes - 1, 1))
 
 

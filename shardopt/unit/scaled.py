@@ -27,7 +27,7 @@ class _Scale(torch.autograd.Function):
 
 
 def scale_fwd(x: Tensor, factor: float | Tensor) -> Tensor:
-    """``factor * x``, with the gradient of x as if the factor were 1: a number, or a tensor that needs no gradient."""
+    """``factor * x``; the gradient passes to x unchanged. The factor is a number, or a tensor without a gradient."""
     scaled: Tensor = _Scale.apply(x, factor, 1.0)  # type: ignore[no-untyped-call]
     return scaled
 
@@ -48,7 +48,7 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The differentiable function of :func:`product`, whose arguments it takes, on tensors of one dtype."""
+    """:func:`product`, whose arguments it takes, as an autograd function. Without FP8, x and weight have one dtype."""
 
     @staticmethod
     def forward(

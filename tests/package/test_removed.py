@@ -12,7 +12,7 @@ from torch import nn
 
 import shardopt
 from shardopt.optim import Muon
-from shardopt.removed import NAMES, OPTIONS, WRAPPED_PREFIX
+from shardopt.removed import NAMES, OPTIONS, QUANTIZE_STATE_OPTIONS
 
 #: As earlier versions saved them in param groups, some with other values than the default.
 SAVED: dict[str, Any] = {
@@ -55,9 +55,9 @@ def test_options(name: str) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", WRAPPED_PREFIX)
+@pytest.mark.parametrize("name", QUANTIZE_STATE_OPTIONS)
 def test_options_of_quantize_state(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{re.escape(f'; {name} was removed: {WRAPPED_PREFIX[name]}')}$"):
+    with pytest.raises(TypeError, match=f"{re.escape(f'; {name} was removed: {QUANTIZE_STATE_OPTIONS[name]}')}$"):
         shardopt.quantize_state(torch.optim.AdamW(nn.Linear(64, 64).parameters()), **{name: "state"})
 
 
