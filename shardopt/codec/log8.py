@@ -13,8 +13,7 @@ The second moment ``v`` is encoded by its root ``u = sqrt(v)``. Per block, with 
     u' = the float whose bits are bits(M) - (255 - q) * step    0 where q = 0
 
 ``h`` is random, an odd multiple of 2^-15 in (0, 1), and the ``fma`` is rounded to a multiple of 2^-15: a step takes one
-of the two codes around ``u``, so that averages keep their level (docs/codecs.md). No ``h`` moves a block's extremes,
-which are whole numbers of steps.
+of the two codes around ``u``, so that averages keep their level (docs/codecs.md).
 
 The first moment ``m`` is encoded in units of ``u'``, which is 1 in a rule without a second moment. Per block, with code
 ``q`` and decoded moment ``m'``::
