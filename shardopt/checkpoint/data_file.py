@@ -1,7 +1,7 @@
 """Writes a data file of a checkpoint, and reads its table of chunks. Each chunk of a tensor has a CRC-32.
 
-Worker threads run a few chunks ahead of the caller, so that checksums, disk and copies to or from a GPU overlap. Chunks
-are small, so that the buffers in flight are small.
+Worker threads run a few chunks ahead of the caller: checksums overlap with the caller's writes and its copies from a
+GPU. Chunks are small, so that the buffers in flight are small.
 
 The table behind the last chunk says where each chunk is, in binary columns. All numbers are little-endian. With ``n``
 chunks of tensors of at most ``d`` dimensions::

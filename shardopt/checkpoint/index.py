@@ -349,7 +349,7 @@ def _sizes(value: Any, of: str, count: int | None = None) -> tuple[int, ...]:
 
 
 def _check_files(partition: Partition, files: int) -> None:
-    """Checks that there is a file for each part of a partition; ``files``: how many there are from its first one on."""
+    """Raises InvalidError unless each part has a file; ``files`` is the number of files from the first part's on."""
     last = sum((ways - 1) * stride for ways, stride in partition.strides)
     demand(last < max(files, 0), "parts in files that are not listed")
     demand(math.prod(ways for ways, _ in partition.strides) <= files, "more parts than files")

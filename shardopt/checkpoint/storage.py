@@ -78,7 +78,7 @@ class Folder:
         self._fs.makedirs(self._path, exist_ok=True)  # only some stores have folders
 
     def names(self) -> list[str]:
-        """The names of the files in the folder; none if they cannot be listed, as callers only look for stray files."""
+        """The names of the files in the folder; none if they cannot be listed, as if the folder was empty."""
         with suppress(OSError), _os_errors():
             self._fs.invalidate_cache()
             return [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False)]

@@ -48,7 +48,7 @@ def first_of(texts: Sequence[str]) -> str:
 
 
 def one_line(text: object, most: int = _MAX_LINE_CHARACTERS) -> str:
-    """A text, such as another package's error, on one line, without its middle if the text is long."""
+    """A text, such as another package's error, on one line of at most ``most`` characters, without its middle."""
     shortened = " ".join(str(text).split())
-    half = most // 2 - 2
+    half = (most - len(" ... ")) // 2
     return shortened if len(shortened) <= most else f"{shortened[:half]} ... {shortened[-half:]}"

@@ -114,7 +114,7 @@ class Codec(ABC):
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
         """Whether loaded codes and scales decode to finite values, which for unsigned moments are at least zero.
 
-        State that this package wrote always does, unless training diverged with ``nonfinite="propagate"``.
+        Only scales are read: within a block no code decodes to more than the scale, or than the largest code does.
         """
         if signed:
             return are_finite(scales, signed=False)
@@ -126,8 +126,8 @@ def are_finite(x: Tensor, *, signed: bool) -> bool:
     """Whether all numbers of a tensor are finite in float32 and, unless ``signed``, at least zero."""
     if x.numel() == 0:
         return True
-    low, high = (end.float() for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))
-    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # aminmax gives NaN if there is one
+    low, high = (end.float() for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))  # no float8 aminmax
+    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # NaN if there is one
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:

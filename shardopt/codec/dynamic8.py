@@ -59,13 +59,13 @@ def lines(*, signed: bool) -> Lines:
     """Computes the :class:`Lines` of the signed or the unsigned map."""
     between = edges(signed=signed)
     counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(_DECADES)]
-    # The index of each part's first magnitude.
+    # The index of each part's first magnitude: the magnitudes before a decade are zero and 1, 2, 4, ... (or 2, 4, ...).
     firsts = [0, *(count if signed else count - 1 for count in counts), len(between)]
     slopes, offsets = [0.0], [0.0]
     for decade, (count, first) in enumerate(zip(counts, firsts[1:], strict=False)):
         start, space = 10.0 ** (decade - 7), 0.9 * 10.0 ** (decade - 6) / count
         slopes.append(1 / space)
-        offsets.append(first - 0.5 - start / space)
+        offsets.append(first - 0.5 - start / space)  # a decade's first value is half a space above its start
     return Lines(
         torch.stack([between[first - 1] for first in firsts[1:]]),
         torch.tensor([*slopes, 0.0], device="cpu"),
@@ -82,7 +82,7 @@ def _table(*, signed: bool) -> Tensor:
     for index in range(32):
         low, high = powers[index], powers[index + 1]
         before[index] = (line.starts < low).sum()
-        for start in line.starts[(low <= line.starts) & (line.starts < high)]:
+        for start in line.starts[(low <= line.starts) & (line.starts < high)]:  # at most one
             within[index] = start
     padding = (0, 16 - len(line.slopes))
     parts = (line.slopes, line.offsets, line.lasts.view(torch.float32))

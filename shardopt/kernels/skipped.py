@@ -33,9 +33,9 @@ class SkippedElements:
                 host_copy = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda").zero_()
                 # A blocking copy: kernels in any stream may count from now on, and would not wait for the zero.
                 counter, stream = host_copy.to(device, copy=True), None
-                if device.type == "cuda":
+                if device.type == "cuda":  # not in tests that interpret CUDA kernels on the CPU
                     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                    counter.record_stream(stream)
+                    counter.record_stream(stream)  # a copy in the stream may still read the counter when it is freed
                 self._on_devices[device] = counter, host_copy, stream
             return self._on_devices[device][0]
 

@@ -58,7 +58,7 @@ class Shard(_ProcessLocal):
         global_shape: shape of the whole parameter.
         partition: how the parameter is cut, by the ranks' indices in ``ranks``. A flat shard has a RangePartition.
         rank_offset: this rank's index in ``ranks``.
-        ranks: the ranks that hold the parts, one rank per part; None if this rank holds the whole parameter.
+        ranks: the ranks that hold the parts, one rank per part; None if this rank holds all, or a subclass finds ranks.
 
     Attributes:
         indices: the indices of each dimension that this rank holds.
@@ -162,7 +162,7 @@ class Shard(_ProcessLocal):
     def block_owners(self, grid: BlockGrid) -> RankGroup | None:
         """The ranks that all-reduce the extremes of cut blocks, and so all have the scales of all blocks of their rows.
 
-        None if no block is cut, and for flat shards, which have ``cut_blocks`` instead.
+        None if each rank has the scales of its columns alone, and for flat shards, which have ``cut_blocks`` instead.
         """
         # Column shards that cut blocks store scales of whole rows (GridPartition.of_scales); flat shards do not.
         has_scales_of_whole_rows = not self.scales(grid).cuts_rows

@@ -42,7 +42,7 @@ class BackwardRelease:
     """Steps each parameter by itself during the backward pass, as soon as its gradient is complete.
 
     The order of the steps does not change results: each parameter has its own step count, and the noise of stochastic
-    rounding depends on the parameter's index in the optimizer.
+    rounding depends on the parameter's number in the model.
 
     Args:
         model: the wrapped model.

@@ -31,7 +31,7 @@ _MOST_CACHED = 8192  # shards; then the cache is emptied, as shards keep meshes 
 
 
 class DTensorShard(Shard):
-    """The part of a DTensor parameter on this rank, computed from the DTensor's device mesh and placements."""
+    """The part of a DTensor parameter on this rank; ``rank_offset`` is the rank's index in the flattened mesh."""
 
     plain = False
     layout_attribute = "_spec"
@@ -49,7 +49,7 @@ class DTensorShard(Shard):
                 f"got a parameter with placements {placements}, expected Shard or Replicate; reduce it first"
             )
         self._mesh, self._placements = mesh, placements
-        if device is None or device.type != mesh.device_type:  # a parameter on the host or the meta device
+        if device is None or device.type != mesh.device_type:  # for collectives, of a parameter on host or meta device
             device = local_device(mesh.device_type)
         self._device = device
         #: The mesh dimensions that shard the parameter; it is replicated along the others.

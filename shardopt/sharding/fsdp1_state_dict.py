@@ -205,7 +205,7 @@ def _has_flat_shards(optimizer: Any) -> bool:
 
 
 def _is_from_shardopt(state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether shardopt wrote a state dict, which torch may have flattened (``param_groups.<name>.<option>``)."""
+    """Whether a state dict, perhaps flattened by torch, is shardopt's own: not of ``state_dict(dequantize=True)``."""
     state_dict = state_dict or {}
     if "param_groups" in state_dict:
         return any(is_shardopt(group) for group in state_dict["param_groups"])

@@ -193,7 +193,7 @@ class Entries:
         self.inner.state[param] = made
 
     def invalidate_steps(self, *, discard_gradients: bool = False) -> None:
-        """Called after a load: the next step must not drop the loaded state. No gradients are held to be discarded."""
+        """Called after a load, so that the next step keeps the loaded state. There are no gradients to discard."""
         self.only_made_state = False
 
     def is_set_by_steps(self, key: str, value: Any) -> bool:
@@ -273,7 +273,7 @@ def _checkpoint_entry(key: str, value: Any) -> tuple[str, Tensor]:
 
 
 def _copy_to_device(shard: Shard, param: Tensor, options: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Copies a loaded, unquantized entry to the parameter's device; of equal shape, with its strides, too."""
+    """Copies a loaded, unquantized entry to the parameter's device; one of the parameter's shape gets its strides."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":  # stays where it is unless the param group (``options``) is fused or capturable, as in torch

@@ -50,7 +50,7 @@ def quantize_state(
 
     Args:
         optimizer: the optimizer, best before its first step: existing state is quantized now.
-        codec: "log8", "companded8" or "dynamic8".
+        codec: "log8", "companded8" or "dynamic8"; with "companded16" state has 16 bits.
         block_size: elements that share a scale.
         min_quantized_numel: parameters with fewer elements (globally) keep their state as it is.
         unsigned: names of further state entries that are never below zero, in addition to shardopt's table. Their
