@@ -121,7 +121,8 @@ class GradientNorm:
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
         zeros = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, zeros, largest=largest)
-        return norm_and_coefficient(words, max_norm, is_magnitude=largest)
+        norm, coefficient = norm_and_coefficient(words, max_norm, is_magnitude=largest)
+        return norm, coefficient
 
     def scale_gradients(self, coefficient: Tensor) -> None:
         """Multiplies the gradients in place by a coefficient (float32, 0-d), in float32, and rounds once.

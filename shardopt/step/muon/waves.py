@@ -251,8 +251,8 @@ def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
     NorMuon (Li et al., 2025, arXiv 2510.05491). The result, in float32, is rescaled to the norm of ``matrix``. All sums
     are of whole rows, in an order that depends on the matrix's shape alone.
 
-    ``matrix`` is bfloat16. Updates ``row_moments`` (float32, ``(rows,)``), an average of each row's mean square over the
-    steps, with the decay rate ``decay``.
+    ``matrix`` is bfloat16. Updates ``row_moments`` (float32, ``(rows,)``), an average of each row's mean square over
+    the steps, with the decay rate ``decay``.
     """
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
     new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
