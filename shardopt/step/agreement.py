@@ -217,10 +217,22 @@ class StepPlan:
         return np.asarray(message.cpu().numpy()) if is_new else None
 
     def _first_difference(self, ranks: RankGroup) -> str | None:
-        """Gathers the descriptions of all ranks of a set, and says how they first differ. Collective."""
+        """Gathers the descriptions of all ranks of a set; returns their first difference, if any. Collective."""
         description = [[entry.name, self._described(entry)] for entry in self._sets.get(ranks, ())]
         of_ranks = {rank: json.loads(text) for rank, text in ranks.all_gather(json.dumps(description).encode()).items()}
-        return _difference(of_ranks)
+        first, *others = sorted(of_ranks)
+        for rank in others:
+            for (name, ours), (_, theirs) in zip(of_ranks[first], of_ranks[rank], strict=False):
+                for key in [*ours, *(key for key in theirs if key not in ours)]:
+                    if key == _GRADIENT and (key not in ours or key not in theirs):
+                        continue  # a rank has no elements of the parameter
+                    our_value, their_value = ours.get(key), theirs.get(key)
+                    if our_value != their_value:
+                        return f"{key} of {name}: {our_value!r} on rank {first} and {their_value!r} on rank {rank}"
+            counts = len(of_ranks[first]), len(of_ranks[rank])
+            if counts[0] != counts[1]:
+                return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
+        return None
 
 
 def _device_of(entries: Sequence[PlanEntry]) -> torch.device:
@@ -238,22 +250,6 @@ def order_of(ranks: RankGroup) -> tuple[object, ...]:
     groups = ranks.global_ranks_by_group
     sizes = tuple(map(len, groups))
     return (math.prod(sizes), len(groups), groups[0] if len(groups) == 1 else sizes)
-
-
-def _difference(of_ranks: Mapping[int, Sequence[Any]]) -> str | None:
-    """The first difference among the ranks' descriptions, if there is one."""
-    first, *others = sorted(of_ranks)
-    for rank in others:
-        for (name, ours), (_, theirs) in zip(of_ranks[first], of_ranks[rank], strict=False):
-            for key in [*ours, *(key for key in theirs if key not in ours)]:
-                if key == _GRADIENT and (key not in ours or key not in theirs):
-                    continue  # a rank has no elements of the parameter
-                if ours.get(key) != theirs.get(key):
-                    return f"{key} of {name}: {ours.get(key)!r} on rank {first} and {theirs.get(key)!r} on rank {rank}"
-        counts = len(of_ranks[first]), len(of_ranks[rank])
-        if counts[0] != counts[1]:
-            return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
-    return None
 
 
 def _differ(found: Answers) -> bool:

@@ -25,7 +25,7 @@ from shardopt.step.inputs import StepParameter
 _CODEC_TABLES: list[Tensor | None] = [codec.table for codec in sorted(CODECS.values(), key=lambda codec: codec.index)]
 _CPU = torch.device("cpu")
 
-#: What the parameters of a batch have in common: the option ``offload``; and None if they and their gradients are
+#: The key that all parameters of a batch share: the option ``offload``; and None if they and their gradients are
 #: contiguous, otherwise the index of the batch's only parameter.
 BatchKey = tuple[Offload, int | None]
 
@@ -34,11 +34,9 @@ class Batch:
     """The table rows of some parameters on a device, with the kernel call that updates these parameters.
 
     Args:
-        device: the device of the parameters.
         key: the key of the batch, equal for all its parameters.
         rows: table rows of the dtype :data:`shardopt.step.rows.ROW`.
         counted: the parameters whose step counts the call increments.
-        context: the optimizer.
 
     Attributes:
         strided_index: the index of the only parameter, if it or its gradient is strided; otherwise None.

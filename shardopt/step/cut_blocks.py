@@ -60,11 +60,6 @@ class CutColumns(NamedTuple):
             torch.from_numpy(np.flatnonzero(pieces_of == 0)).to(device),
         )
 
-    @property
-    def memory(self) -> list[Tensor]:
-        """The buffers that kernels and all-reduces use in addition to the state."""
-        return [*self.extremes, *(x for x in self.old_scales if x is not None), self.other_blocks]
-
 
 class CutBlocks:
     """All-reduces the extremes and scales of codec blocks that are cut between ranks, for parameters on a device.
@@ -74,7 +69,6 @@ class CutBlocks:
 
     Args:
         specs: the slices, of which only flat shards count, in an order that is equal on all ranks.
-        device: the device.
 
     Attributes:
         extreme_addresses: where kernels write, and later read, the extremes of blocks that flat shards cut.
@@ -115,7 +109,8 @@ class CutBlocks:
     @property
     def memory(self) -> list[Tensor]:
         """The buffers that kernels and all-reduces use in addition to the state."""
-        return [*self._flat_extremes.values(), *(tensor for column in self._columns for tensor in column.memory)]
+        buffers = (x for column in self._columns for x in (*column.extremes, *column.old_scales, column.other_blocks))
+        return [*self._flat_extremes.values(), *(x for x in buffers if x is not None)]
 
     def copy_scales(self) -> None:
         """Fills ``old_scales`` of column shards that have several pieces of a block, before the kernels read them."""

@@ -30,7 +30,7 @@ _ROW = np.dtype([(name, np.int64) for name in ("parameter", "element", "cols", "
 class GradientNorm:
     """Computes and clips the norm of parameters' gradients, with kernel tables that are cached between calls.
 
-    The tables keep no parameter and no gradient alive; :meth:`take_gradients` says whether they are still valid.
+    The tables keep no parameter and no gradient alive.
 
     Args:
         params: the parameters. Ranks that hold parts of the same parameters pass them in the same order.
@@ -50,8 +50,11 @@ class GradientNorm:
         for index, (param, shard) in enumerate(zip(params, self._shards, strict=True)):
             if shard is None or first_index[id(param)] != index:  # a parameter that is given twice counts once
                 continue
-            for first, numel, holders in _parts_of(shard):
-                sums = self._sums.setdefault(holders, {})
+            parts: list[tuple[int, int, Shard]] = [(0, shard.rows * shard.cols, shard)]
+            if isinstance(shard, FlatBuffer):
+                parts = [(segment.offset, segment.shard.numel, segment.shard) for segment in shard.segments]
+            for first, numel, part in parts:
+                sums = self._sums.setdefault(part.holders_for_sums(), {})
                 if param.device not in sums:
                     check_device(f"parameter {index}", param.device)
                     sums[param.device] = torch.zeros(_C.sum_words, dtype=torch.int64, device=param.device)
@@ -73,12 +76,9 @@ class GradientNorm:
             )
 
     def take_gradients(self, params: list[Tensor]) -> bool:
-        """Takes the current gradients, and selects their table rows; to be called before each of the other methods.
+        """Takes the current gradients, and selects their table rows; returns False if the tables do not fit ``params``.
 
-        Runs collectives for gradients that are not sharded like their parameters.
-
-        Returns:
-            Whether the tables fit the parameters.
+        To be called before each of the other methods. Runs collectives for gradients sharded unlike their parameters.
         """
         self._originals.clear()
         result = self._watched.read([{"params": params}], {}, None)
@@ -212,10 +212,3 @@ def _read_gradient(
     if part is not original:
         originals[index] = original
     return part
-
-
-def _parts_of(shard: Shard) -> list[tuple[int, int, HoldersForSums | None]]:
-    """Per model parameter in a shard: its first local element's index, number of local elements, ranks that hold it."""
-    if isinstance(shard, FlatBuffer):
-        return [(segment.offset, segment.shard.numel, segment.shard.holders_for_sums()) for segment in shard.segments]
-    return [(0, shard.rows * shard.cols, shard.holders_for_sums())]

@@ -55,8 +55,11 @@ def table_rows(
     for index, (spec, slice_state) in enumerate(zip(parameter.spec.slices, parameter.spec.split(state), strict=True)):
         elements = spec.elements(param)
         moments = _checked_moments(parameter.name, spec, elements, slice_state, residency)
-        low_bits = _checked_low_bits(parameter.name, spec, elements, slice_state, residency)
-        low_bytes = spec.weights.low_bits // 8
+        low_bytes = spec.weights.low_bits // 8  # of master weights, per element
+        low_bits = slice_state[LOW_BITS] if low_bytes else None
+        if low_bits is not None:
+            numel = elements.numel() * low_bytes
+            _check(parameter.name, LOW_BITS, low_bits, torch.int8, numel, residency.state_device)
         widths = [moment.codec(spec.codec).scales(signed=moment.signed) for moment in spec.moments]
         of_slice = {
             "gradient": 0,  # Batch.fill writes the address
@@ -88,7 +91,7 @@ def table_rows(
                 **of_slice,
                 "param": _address(elements, rectangle.local_start),
                 "low_bits": 0 if low_bits is None else _address(low_bits, rectangle.local_start * low_bytes),
-                "codes": _addresses([moment.codes for moment in moments], rectangle.local_start),
+                "codes": _addresses([moment.codes for moment in moments], rectangle.local_start, [1] * len(moments)),
                 "scales": _addresses(scales, rectangle.local_block, widths),
                 "extremes": extremes,
                 "rows": rectangle.rows,
@@ -132,17 +135,6 @@ def _checked_moments(name: str, spec: SliceSpec, param: Tensor, state: StateDict
             _check(name, spec.scales_name(moment), coded.scales, torch.float32, numel, residency.state_device)
         moments.append(coded)
     return moments
-
-
-def _checked_low_bits(
-    name: str, spec: SliceSpec, param: Tensor, state: StateDict, residency: Residency
-) -> Tensor | None:
-    """Checks the low bits of the master weights and returns them, if the weight format has them."""
-    if not spec.weights.low_bits:
-        return None
-    low_bits: Tensor = state[LOW_BITS]
-    _check(name, LOW_BITS, low_bits, torch.int8, param.numel() * spec.weights.low_bits // 8, residency.state_device)
-    return low_bits
 
 
 def _block_size(spec: SliceSpec) -> int:
@@ -200,9 +192,8 @@ def _address(tensor: Tensor, index: int) -> int:
     return tensor.data_ptr() + index * tensor.element_size()
 
 
-def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int] | None = None) -> list[int]:
-    """Per moment, the address of the element at ``index * width``, with widths of 1 by default; 0 without a tensor."""
-    widths = [1] * len(tensors) if widths is None else widths
+def _addresses(tensors: Sequence[Tensor | None], index: int, widths: Sequence[int]) -> list[int]:
+    """Per moment, the address of the element at ``index * width``; 0 without a tensor."""
     return _padded([0 if t is None else _address(t, index * width) for t, width in zip(tensors, widths, strict=True)])
 
 

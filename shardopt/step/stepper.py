@@ -25,7 +25,6 @@ class Stepper:
     """Runs the steps of all or some of an optimizer's parameters; keeps the kernels' tables from step to step.
 
     Args:
-        context: the optimizer.
         first_index: index of the first of these parameters among all parameters of the optimizer.
         name: the name in errors of a parameter that is updated alone, during the backward pass; otherwise None.
     """
@@ -47,11 +46,8 @@ class Stepper:
     ) -> Callable[[], None]:
         """Checks and prepares a step of all parameters that have a gradient. May run collectives, changes no weights.
 
-        Args:
-            param_groups: the optimizer's param groups, or groups with their options and some of their parameters.
-            state: the state of these parameters.
-            scaling: the loss scale.
-            host_gradient: this rank's shard of the gradient of a single parameter, in the host's memory.
+        ``param_groups`` are the optimizer's, or groups with their options and some of their parameters. For a step of a
+        single parameter, ``host_gradient`` is this rank's shard of its gradient, if that is in the host's memory.
 
         Returns:
             A function that takes the step, once, with the current gradients and options: in any thread, or in this one

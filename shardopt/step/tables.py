@@ -34,14 +34,10 @@ class StepTables:
     All parameters that have state have rows in the table; a step runs only the rows of parameters with a gradient.
 
     Args:
-        param_groups: the optimizer's param groups.
-        state: the optimizer's state.
-        groups: the options of each param group.
         parameters: the descriptions of all parameters. Sets their attributes from ``sum_addresses`` to ``offload``.
         ready: the descriptions of the parameters that have state.
         gradients: this rank's shards of the gradients, checked; None for a parameter without gradient.
         plan: the plan of this step, on which the ranks have agreed.
-        context: the optimizer.
 
     Raises:
         RuntimeError: the kernels cannot step a parameter, gradient or state.
@@ -127,10 +123,7 @@ class StepTables:
         return rows
 
     def take_gradients(
-        self,
-        param_groups: ParamGroups,
-        state: Mapping[Tensor, Any],
-        gradients: Mapping[int, Tensor | None] | None = None,
+        self, param_groups: ParamGroups, state: Mapping[Tensor, Any], gradients: Mapping[int, Tensor | None] | None
     ) -> bool:
         """Takes the current gradients; returns False if the tables no longer fit parameters, state or gradients.
 

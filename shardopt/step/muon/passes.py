@@ -29,11 +29,9 @@ class Passes:
     Args:
         wave: the matrices.
         begins: index of each matrix's direction in the wave's buffer of directions.
-        device: the parameters' device.
         key: the key of the batch, equal for all rows' parameters.
         rows: table rows of the dtype :data:`shardopt.step.rows.ROW`.
         matrix_of_row: per row, the index in the wave of the matrix that the row is part of.
-        context: the optimizer.
     """
 
     def __init__(

@@ -64,8 +64,6 @@ class WaveStep:
 
     Args:
         wave: the matrices, including matrices of parameters without a gradient.
-        device: the parameters' device.
-        context: the optimizer.
 
     Attributes:
         parameters: the indices of the parameters.
@@ -250,16 +248,11 @@ def _orthogonalize(matrix: Matrix, elements: Tensor, row_moments: Tensor) -> Non
 def normalized(matrix: Tensor, row_moments: Tensor, decay: float) -> Tensor:
     """Divides each row of an orthogonalized matrix (an output's weights) by the root of the row's second moment.
 
-    NorMuon (Li et al., 2025, arXiv 2510.05491). The result is rescaled to the norm of ``matrix``. All sums are of whole
-    rows, in an order that depends on the matrix's shape alone.
+    NorMuon (Li et al., 2025, arXiv 2510.05491). The result, in float32, is rescaled to the norm of ``matrix``. All sums
+    are of whole rows, in an order that depends on the matrix's shape alone.
 
-    Args:
-        matrix: bfloat16, of two dimensions.
-        row_moments: float32, ``(rows,)``, an average of each row's mean square over the steps; updated.
-        decay: decay rate of the average.
-
-    Returns:
-        The normalized matrix: float32, of the shape of ``matrix``.
+    ``matrix`` is bfloat16. Updates ``row_moments`` (float32, ``(rows,)``), an average of each row's mean square over
+    the steps, with the decay rate ``decay``.
     """
     norms = torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
     new = row_moments.lerp(norms.square().div_(max(matrix.shape[1], 1)), 1.0 - decay)
