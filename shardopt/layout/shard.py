@@ -115,7 +115,7 @@ class Shard(_ProcessLocal):
 
     @cached_property
     def first_element(self) -> int | None:
-        """Index in the flattened parameter of this rank's first element; None if the part is not contiguous."""
+        """Index in the flattened parameter of this rank's first element; None if columns are cut."""
         if self.cols != self.row_numel:
             return None
         return self.indices[0][0] * self.row_numel if self.indices else 0

@@ -123,7 +123,7 @@ class Matrix:
 
 
 def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Iterator[Matrix]:
-    """Generates the matrices of one of the optimizer's parameters, in order, even if this rank holds no part of them.
+    """Generates the matrices of an optimizer's parameter, in order, even those of which this rank holds no part.
 
     Raises:
         ValueError: the parameter is no matrix, or ``split`` does not fit its shape.
@@ -133,7 +133,7 @@ def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Ite
         shard, local_begin = spec.shard, spec.offset
         name = parameter.name if spec.name is None else f"{spec.name} in {parameter.name}"
         ranks = shard.make_part_group()
-        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or only on other ranks
+        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or on a mesh without this rank
             continue
         if ranks is not None:
             parameter_parts = shard.parts_by_rank(ranks)
