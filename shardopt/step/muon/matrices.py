@@ -133,7 +133,7 @@ def matrices_of(parameter: StepParameter, orthogonalized: Orthogonalized) -> Ite
         shard, local_begin = spec.shard, spec.offset
         name = parameter.name if spec.name is None else f"{spec.name} in {parameter.name}"
         ranks = shard.make_part_group()
-        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or on a mesh without this rank
+        if 0 in shard.global_shape or (ranks is None and 0 in shard.local_shape):  # empty, or not on this rank's mesh
             continue
         if ranks is not None:
             parameter_parts = shard.parts_by_rank(ranks)
