@@ -12,7 +12,7 @@ struct Companded8 {
   static constexpr bool kRoot = true;
   static constexpr bool kRelative = false;
 
-  // The root, linear in units of the block's maximum; above zero the code is at least 1.
+  // The root, linear in units of the block's maximum, one of the two codes around it at random; above zero at least 1.
   struct Unsigned : ScaledByMaximum<kLeastRootScale> {
     float inverse255, unit;
 
@@ -22,14 +22,13 @@ struct Companded8 {
         : ScaledByMaximum(scales), inverse255(255.0f * inverse), unit(scale * (1.0f / 255.0f)) {}
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode(F u, IntOf<F>) const {
-      const IntOf<F> q = round_fma_to_int(u, inverse255, 0.0f);
-      return max_int(q, select(u > 0.0f, spread<IntOf<F>>(1), IntOf<F>{}));
+    SHARDOPT_HD IntOf<F> encode(F u, IntOf<F> random) const {
+      return select(bits(u) == 0, IntOf<F>{}, encode_above_zero(u, random));
     }
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode_above_zero(F u, IntOf<F>) const {
-      return max_int(round_fma_to_int(u, inverse255, 0.0f), spread<IntOf<F>>(1));
+    SHARDOPT_HD IntOf<F> encode_above_zero(F u, IntOf<F> random) const {
+      return random_code_above_zero(fma(u, spread<F>(inverse255), random_base<F>(random)));
     }
 
     template <class I>

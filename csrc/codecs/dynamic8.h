@@ -1,29 +1,36 @@
-// dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), nearest value, with a
-// floor under the second moment.
+// dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), with a floor under
+// the second moment.
 #pragma once
 
 #include "core/codec.h"
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// The magnitudes of the map, counted from zero: zero, seven decades of evenly spaced values, one. Each of these nine
-// parts has a straight line, which rounded gives the index of the nearest magnitude, and a last index.
+// The magnitudes of the map, counted from zero: zero, seven decades of evenly spaced values, one. `place` interpolates
+// between them.
 struct DynamicMap {
-  // The table has the codes' values; for each binary exponent from 2^-31 to 1 the place where the next part begins, and
-  // the part before that place; for each part the line's slope and offset, and the last index.
-  static constexpr int kStarts = 256, kParts = kStarts + 32, kSlopes = kParts + 32, kOffsets = kSlopes + 16,
-                       kLasts = kOffsets + 16, kSize = kLasts + 16;
-  static constexpr int32_t kSmallest = (127 - 31) << 23;
+  // The table has the codes' values. Then, for each of eight parts, which begin at zero and at each decade's first
+  // value: the place where the next part begins; the slope and offset of the part's line; two thirds of the index of
+  // its last value. Finally the slope and offset of the line between the last two values of all.
+  static constexpr int kStarts = 256, kSlopes = kStarts + 8, kOffsets = kSlopes + 8, kKnees = kOffsets + 8,
+                       kTop = kKnees + 8, kSize = kTop + 2;
+  // A part begins every 3.32 octaves; a step of 3.1 finds the part or the one before it, between 2^-22 and 1.
+  static constexpr int32_t kSmallest = (127 - 22) << 23;
+  static constexpr float kPartsPerBit = 1.0f / (3.1f * 8388608.0f), kPartsBelow = 34.0f;
 
-  // The index of the magnitude nearest to y >= 0, which is in units of the block's maximum.
+  // The index of y among the magnitudes, between two of them in proportion; y >= 0 is in units of the block's maximum.
+  // Spaces grow fivefold from decade to decade, so that across the space between two decades the index grows by a third
+  // of what the lower line says.
   template <class F>
-  SHARDOPT_HD static IntOf<F> nearest(const float* table, F y) {
+  SHARDOPT_HD static F place(const float* table, F y) {
     using I = IntOf<F>;
-    const I exponent = (max_int(bits(y), spread<I>(kSmallest)) >> 23) & 31;
-    const I before = bits(lookup<32>(table + kParts, exponent));
-    const I part = select(y > lookup<32>(table + kStarts, exponent), before + 1, before);
-    const F line = fma(y, lookup<16>(table + kSlopes, part), lookup<16>(table + kOffsets, part));
-    return min_int(round_to_int(line), bits(lookup<16>(table + kLasts, part)));
+    const F octaves = to_float(max_int(bits(y), spread<I>(kSmallest)));
+    const I before = bits(fma(octaves, spread<F>(kPartsPerBit), spread<F>(kWhole - kPartsBelow)));
+    const I part = select(y > lookup<8>(table + kStarts, before), before + 1, before);
+    const F line = fma(y, lookup<8>(table + kSlopes, part), lookup<8>(table + kOffsets, part));
+    const F beyond = fma(line, spread<F>(1.0f / 3.0f), lookup<8>(table + kKnees, part));
+    const F top = fma(y, spread<F>(table[kTop]), spread<F>(table[kTop + 1]));  // below zero for most y
+    return float_from_bits(max_int(min_int(bits(line), bits(beyond)), bits(top)));
   }
 };
 
@@ -34,12 +41,9 @@ struct Dynamic8 {
   static constexpr bool kRoot = false;
   static constexpr bool kRelative = false;
 
-  // kUnsigned: all codes are magnitudes. Otherwise code 127 is zero, codes above 127 are positive and codes below
-  // negative.
+  // The base of both coders, each of which has a map of its own.
   template <bool kUnsigned>
   struct Coder : CodedByTable<false> {
-    static constexpr int kZero = 127;
-    static constexpr bool kMeasuresSmallest = false;
     float inverse;
 
     SHARDOPT_HD static const float* values_in(const float* table) {
@@ -48,28 +52,33 @@ struct Dynamic8 {
     SHARDOPT_HD Coder(const float* scales, const float* t) : Coder(scales, t, reciprocal(inverted(scales))) {}
     SHARDOPT_HD Coder(const float* scales, const float* t, float inverse_scale)
         : CodedByTable(scales, values_in(t)), inverse(inverse_scale) {}
+  };
+
+  // Code 127 is zero, codes above 127 are positive and codes below negative; nearest value.
+  struct Signed : Coder<false> {
+    static constexpr int kZero = 127;
+    using Coder<false>::Coder;
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       using I = IntOf<F>;
-      const I index = DynamicMap::nearest(table, magnitude(x) * inverse);
-      if constexpr (kUnsigned) {
-        return max_int(index, min_int(bits(x), spread<I>(1)));
-      } else {
-        const I sign = bits(x) >> 31;
-        return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // the map has 1 but not -1
-      }
+      const I index = round_to_int(DynamicMap::place(table, magnitude(x) * inverse)), sign = bits(x) >> 31;
+      return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // the map has 1 but not -1
     }
   };
 
-  using Signed = Coder<false>;
-
+  // Codes are magnitudes, one of the two around a number, chosen at random.
   struct Unsigned : Coder<true> {
     using Coder<true>::Coder;
 
     template <class F>
-    SHARDOPT_HD IntOf<F> encode_above_zero(F x, IntOf<F>) const {
-      return max_int(DynamicMap::nearest(table, x * inverse), spread<IntOf<F>>(1));
+    SHARDOPT_HD IntOf<F> encode(F x, IntOf<F> random) const {
+      return select(bits(x) == 0, IntOf<F>{}, encode_above_zero(x, random));
+    }
+
+    template <class F>
+    SHARDOPT_HD IntOf<F> encode_above_zero(F x, IntOf<F> random) const {
+      return random_code_above_zero(DynamicMap::place(table, x * inverse) + random_base<F>(random));
     }
 
     template <class I>

@@ -54,6 +54,20 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
   return bits(fma(x, y, spread<F>(kWhole)));
 }
 
+// 256 plus a random share of a code. Added to a number of codes below 256, the sum has 15 bits after the point, and the
+// code is the byte above these. Shares are at least two of these bits away from 0 and 1: rounding moves no whole number.
+template <class F>
+SHARDOPT_HD F random_base(IntOf<F> random) {
+  const IntOf<F> share = as_signed(as_unsigned(random) >> 17) & 0x7ffc;
+  return float_from_bits(share | spread<IntOf<F>>(bits(256.0f) | 2));
+}
+
+// The code in such a sum, with other bits above its byte.
+template <class F>
+SHARDOPT_HD IntOf<F> random_code_above_zero(F sum) {
+  return max_int(bits(sum), spread<IntOf<F>>(bits(257.0f))) >> 15;
+}
+
 template <class Codec, class = void>
 constexpr bool kSharesCodes = false;
 template <class Codec>

@@ -76,6 +76,7 @@ SHARDOPT_HD void store(uint16_t* to, Ints a) {
 
 template <int kSize>
 SHARDOPT_HD Floats lookup(const float* table, Ints index) {
+  if constexpr (kSize == 8) return (Floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
   return (Floats)_mm256_i32gather_ps(table, (__m256i)index, 4);
 }
 

@@ -93,6 +93,8 @@ SHARDOPT_HD Floats lookup(const float* table, Ints index) {
   const __m512i at = (__m512i)index;
   if constexpr (kSize > 256) {
     return (Floats)_mm512_i32gather_ps(at, table, 4);
+  } else if constexpr (kSize == 8) {
+    return (Floats)_mm512_permutexvar_ps(at, _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
   } else if constexpr (kSize == 16) {
     return (Floats)_mm512_permutexvar_ps(at, _mm512_loadu_ps(table));
   } else {

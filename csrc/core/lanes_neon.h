@@ -56,6 +56,7 @@ SHARDOPT_HD void store(uint8_t* to, Ints a) {
 
 template <int kSize>
 SHARDOPT_HD Floats lookup(const float* table, Ints index) {
+  if constexpr (kSize == 8) index &= 7;
   return Floats{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
 

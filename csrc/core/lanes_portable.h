@@ -56,7 +56,7 @@ SHARDOPT_HD void store(T* to, Ints a) {
 template <int kSize>
 SHARDOPT_HD Floats lookup(const float* table, Ints index) {
   Floats found{};
-  for (int i = 0; i < kLanes; ++i) found[i] = table[index[i]];
+  for (int i = 0; i < kLanes; ++i) found[i] = table[kSize == 8 ? index[i] & 7 : index[i]];
   return found;
 }
 

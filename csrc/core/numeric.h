@@ -69,10 +69,10 @@ SHARDOPT_HD int32_t min_int(int32_t a, int32_t b) { return a < b ? a : b; }
 SHARDOPT_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 SHARDOPT_HD int32_t select(bool condition, int32_t yes, int32_t no) { return condition ? yes : no; }
 
-// table[index]; the table has kSize floats.
+// table[index]; the table has kSize floats. A table of 8 is indexed by the index's lowest three bits.
 template <int kSize>
 SHARDOPT_HD float lookup(const float* table, int32_t index) {
-  return table[index];
+  return table[kSize == 8 ? index & 7 : index];
 }
 
 SHARDOPT_HD bool any(bool condition) { return condition; }

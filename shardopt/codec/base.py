@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardopt import _C
-from shardopt.kernels.numeric import bits, float_from_bits, reciprocal, round_fma
+from shardopt.kernels.numeric import bits, float_from_bits, fma, reciprocal, round_fma
 
 #: The least scale of a block that is not all zeros: 254 times its reciprocal is finite, its smallest code is not zero.
 LEAST_SCALE = 2.0**-120
@@ -133,6 +133,15 @@ def are_finite(x: Tensor, *, signed: bool) -> bool:
 def units_in(number: float, scales: Tensor) -> Tensor:
     """``number / scales``, computed with the reciprocal; ``number`` itself for blocks of zeros, whose scale is 0."""
     return number * reciprocal(torch.where(scales > 0, scales, 1.0))
+
+
+def random_codes(x: Tensor, y: Tensor, random: Tensor) -> Tensor:
+    """One of the two codes (int32) around ``x * y``, which is from 0 to 255, by ``random`` so that the mean is kept.
+
+    Floats from 256 to 512 have 15 bits after the point (``random_base`` in csrc/core/codec.h).
+    """
+    share = (random >> 17 & 0x7FFC | 2).float() * 2.0**-15
+    return fma(x, y, 256 + share).floor().int() - 256
 
 
 def int8_codes(x: Tensor, y: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, int8_codes, signed_lookup, units_in
+from shardopt.codec.base import Codec, int8_codes, random_codes, signed_lookup, units_in
 from shardopt.kernels.numeric import divide, float32, fma, reciprocal, round_fma
 
 
 class Companded8(Codec):
     name = "companded8"
+    random = True
 
     @cached_property
     def table(self) -> Tensor:
@@ -23,7 +24,8 @@ class Companded8(Codec):
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         if signed:
             return int8_codes(x * units_in(254, scales), reciprocal(fma(x.abs(), units_in(1, scales), float32(1))))
-        q = round_fma(x, units_in(255, scales))
+        inverse = units_in(255, scales)
+        q = round_fma(x, inverse) if random is None else random_codes(x, inverse, random)
         return torch.where(x > 0, q.clamp(min=1), q).to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """dynamic8: the dynamic map of "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861, section 1.3).
 
-Numbers are rounded to the nearest value of the map; zero is exact, and no second moment above zero is rounded to zero.
+Numbers are rounded to the nearest value of the map, or within a step second moments at random to one of the two around
+them; zero is exact, and no second moment above zero is rounded to zero.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardopt.codec.base import Codec, units_in
-from shardopt.kernels.numeric import fma
+from shardopt.codec.base import Codec, random_codes, units_in
+from shardopt.kernels.numeric import float32, fma
 
 _DECADES = 7
 
@@ -31,67 +32,50 @@ def dynamic_map(*, signed: bool) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
-def edges(*, signed: bool) -> Tensor:
-    """Rounding boundaries: midpoints of neighbouring magnitudes of the map, each rounded down to float32."""
-    values = dynamic_map(signed=signed)
-    magnitudes = values[values >= 0].double()
-    midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
-    rounded = midpoints.float()
-    below = torch.nextafter(rounded, torch.tensor(-torch.inf, device="cpu"))
-    return torch.where(rounded.double() > midpoints, below, rounded)
-
-
 class Lines(NamedTuple):
-    """A piecewise linear function that quantizes without a search: magnitude in [0, 1] to index of the nearest value.
+    """A piecewise linear function from magnitudes in [0, 1] to indices, which interpolates between the map's values.
 
-    The nine parts are zero, seven decades, and one. A magnitude y lies in the last part whose ``start`` is below y, and
-    its index is that part's ``min(round(slope * y + offset), last)``. Within a decade the map's values are evenly
-    spaced but for rounding: only within 2**-15 of the spacing from an :func:`edges` boundary may the neighbour result.
+    Eight parts begin at zero and at each decade's first value; a magnitude y lies in the last part whose ``start`` is
+    below y. Its place is ``line = slope * y + offset`` up to the
+    decade's last value and ``line / 3 + knee`` beyond, as the space between two decades is three of the lower one's;
+    whichever is less. Above the last decade it is at least ``top[0] * y + top[1]``.
+
+    Within a decade the map's values are evenly spaced but for rounding: rounded, a place may be a neighbour of the
+    nearest value's index only within 2**-15 of the spacing from the middle between both.
     """
 
-    starts: Tensor  # float32, of all parts but the first
-    slopes: Tensor  # float32
-    offsets: Tensor  # float32
-    lasts: Tensor  # int32
+    starts: Tensor  # float32, of all parts but the first, and infinity
+    slopes: Tensor  # float32, as all that follow
+    offsets: Tensor
+    knees: Tensor
+    top: Tensor
 
 
 def lines(*, signed: bool) -> Lines:
     """Computes the :class:`Lines` of the signed or the unsigned map."""
-    between = edges(signed=signed)
-    counts = [2**decade if signed else 2 ** (decade + 1) for decade in range(_DECADES)]
-    # The index of each part's first magnitude: the magnitudes before a decade are zero and 1, 2, 4, ... (or 2, 4, ...).
-    firsts = [0, *(count if signed else count - 1 for count in counts), len(between)]
-    slopes, offsets = [0.0], [0.0]
-    for decade, (count, first) in enumerate(zip(counts, firsts[1:], strict=False)):
-        start, space = 10.0 ** (decade - 7), 0.9 * 10.0 ** (decade - 6) / count
-        slopes.append(1 / space)
-        offsets.append(first - 0.5 - start / space)  # a decade's first value is half a space above its start
-    return Lines(
-        torch.stack([between[first - 1] for first in firsts[1:]]),
-        torch.tensor([*slopes, 0.0], device="cpu"),
-        torch.tensor([*offsets, float(len(between))], device="cpu"),
-        torch.tensor([*(first - 1 for first in firsts[1:]), len(between)], dtype=torch.int32, device="cpu"),
+    magnitudes, decades = dynamic_map(signed=signed)[127 if signed else 0 :].numpy(), np.arange(_DECADES)
+    counts = 2 ** (decades if signed else decades + 1)
+    firsts = counts if signed else counts - 1  # before a decade are zero and 1, 2, 4, ... (or 2, 4, ...) magnitudes
+    starts, spaces = 10.0 ** (decades - 7), 0.9 * 10.0 ** (decades - 6) / counts
+    last, top = len(magnitudes) - 1, 1 / (1 - magnitudes[-2])
+    parts = (
+        [*magnitudes[firsts], np.inf],
+        [1 / magnitudes[1], *(1 / spaces)],
+        [0.0, *(firsts - 0.5 - starts / spaces)],  # a decade's first value is half a space above its start
+        [*(np.array([1, *(firsts + counts - 1)[:-1]]) * 2 / 3), last],  # no space follows the last decade
+        [top, last - top],
     )
+    return Lines(*(torch.tensor(np.array(x), dtype=torch.float32, device="cpu") for x in parts))
 
 
 def _table(*, signed: bool) -> Tensor:
     """The kernels' lookup table of the signed or the unsigned map, in the layout of csrc/codecs/dynamic8.h."""
-    line = lines(signed=signed)
-    powers = torch.ldexp(torch.ones(33, device="cpu"), torch.arange(-31, 2, device="cpu"))
-    within, before = torch.full((32,), torch.inf, device="cpu"), torch.zeros(32, dtype=torch.int32, device="cpu")
-    for index in range(32):
-        low, high = powers[index], powers[index + 1]
-        before[index] = (line.starts < low).sum()
-        for start in line.starts[(low <= line.starts) & (line.starts < high)]:  # at most one
-            within[index] = start
-    padding = (0, 16 - len(line.slopes))
-    parts = (line.slopes, line.offsets, line.lasts.view(torch.float32))
-    padded = [torch.nn.functional.pad(x, padding) for x in parts]
-    return torch.cat([dynamic_map(signed=signed), within, before.view(torch.float32), *padded])
+    return torch.cat([dynamic_map(signed=signed), *lines(signed=signed)])
 
 
 class Dynamic8(Codec):
     name = "dynamic8"
+    random = True
     root = False
     signed_zero = 127
 
@@ -108,11 +92,15 @@ class Dynamic8(Codec):
         line = Lines(*(values.to(x.device) for values in self._maps[signed][1]))
         y = x.abs() * units_in(1, scales)
         part = torch.bucketize(y, line.starts)
-        index = torch.minimum(torch.round(fma(y, line.slopes[part], line.offsets[part])).int(), line.lasts[part])
+        place = fma(y, line.slopes[part], line.offsets[part])
+        place = torch.minimum(place, fma(place, float32(1 / 3), line.knees[part]))
+        place = torch.maximum(place, fma(y, line.top[0], line.top[1]))
         if signed:
+            index = torch.round(place).int()
             q = 127 + torch.where(x < 0, -index.clamp(max=127), index)  # there is a 1 but no -1
         else:
-            q = torch.where(x > 0, index.clamp(min=1), index)
+            index = torch.round(place).int() if random is None else random_codes(place, float32(1), random)
+            q = torch.where(x > 0, index.clamp(min=1), 0)
         return q.to(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Codes, scales and weights after some steps are those of checkpoints of format 2, on every processor.
 
 A change of these digests is a change of what saved codes mean, which needs another ``FORMAT_VERSION`` and a way to read
-the old one, or of which codes a step chooses, as when second moments of log8, log4 and bf16 got random codes.
+the old one, or of which codes a step chooses, as when second moments got random codes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardopt.optim import ShardedOptimizer
 #: Of format 2, by codec: of AdamW's state and weights, and of Lion's.
 DIGESTS: dict[str, tuple[str, str]] = {
     "log8": ("711fad6f5863a712", "ba45fef9d32eb5b1"),
-    "companded8": ("6c3badf93b5a06d9", "75d9a784d74e9a97"),
-    "dynamic8": ("158f68c7f1c010be", "0003f4c01d548908"),
+    "companded8": ("e4683e16f6a71b19", "75d9a784d74e9a97"),
+    "dynamic8": ("8293ffdf8c7cec9c", "0003f4c01d548908"),
     "companded16": ("fbad2ee96a94dee0", "38e8ced5eb401a4d"),
     "log4": ("0fe1e485839d808f", ""),
     "bf16": ("ed4808de44b7d075", "426c58a6fd7583be"),

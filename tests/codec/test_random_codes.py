@@ -38,6 +38,28 @@ def test_log8_chooses_each_neighbour_as_often_as_its_distance_says() -> None:
     assert torch.equal((codes == 255 - 76).double().mean(0) * 4096, share.double())
 
 
+@pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
+def test_whatever_the_random_bits_the_largest_of_a_block_and_zero_are_exact(codec: str) -> None:
+    """Of blocks of many scales, and what is above zero never becomes zero."""
+    scales = torch.linspace(1, 2, 10_001)[:, None] * torch.tensor([1e-9, 1.0, 1e9]).repeat(3334)[:10_001, None]
+    x = scales * torch.tensor([1.0, 0.0, 1e-9])
+    for random in (0, 2**32 - 1, *(ALL_SHARES[::9973].tolist())):
+        codes = get_codec(codec).encode(x, scales, torch.full_like(x, random, dtype=torch.int64), signed=False)
+        assert (codes == torch.tensor([255, 0, 1])).all()
+
+
+@pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
+def test_means_of_linear_codes_are_exact(codec: str) -> None:
+    """To the 14 bits of their shares; in dynamic8 within each decade, and between one and the next."""
+    coder, one = get_codec(codec), torch.ones(1)
+    values = coder.decode(torch.arange(1, 256, dtype=torch.uint8), one, signed=False).double()
+    low, high = values[:-1], values[1:]
+    x = (low + (high - low) * torch.linspace(0.05, 0.95, 254)).float()
+    codes = coder.encode(x.expand(2**16, -1), one, ALL_SHARES[:, None].expand(-1, 254), signed=False)
+    mean = coder.decode(codes, one, signed=False).double().mean(0)
+    assert ((mean - x) / (high - low)).abs().max() < 2**-13
+
+
 def test_bf16_means_are_exact_and_nothing_becomes_zero_or_infinite() -> None:
     codec = get_codec("bf16")
     v = torch.tensor([1.0, 1.001, 3e-39, 7.7e30, 2.0**-149, 0.0, math.inf])
@@ -62,12 +84,18 @@ def test_random_bits_of_any_two_elements_are_independent_over_steps() -> None:
             assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 5 / math.sqrt(steps)
 
 
-@pytest.mark.parametrize("codec", ["log8", "bf16"])
-@pytest.mark.parametrize("fades", [False, True])
-def test_second_moments_keep_their_level(codec: str, fades: bool) -> None:
-    """Of heavy-tailed gradients, after 1,500 steps: nearest codes would be 8% (log8) and 16% (bf16) too large."""
+@pytest.mark.parametrize(
+    ("codec", "spread", "fades"),
+    [(codec, 1, fades) for codec in ("log8", "bf16") for fades in (False, True)]
+    + [(codec, 0, False) for codec in ("companded8", "dynamic8")],
+)
+def test_second_moments_keep_their_level(codec: str, spread: float, fades: bool) -> None:
+    """Of heavy-tailed gradients, after 1,500 steps.
+
+    Nearest codes would be 8% (log8) and 16% (bf16) too large, 11% (companded8) and 16% (dynamic8) too small.
+    """
     generator = torch.Generator().manual_seed(0)
-    scale = torch.randn(32, 320, generator=generator).exp()
+    scale = (spread * torch.randn(32, 320, generator=generator)).exp()
     param = Parameter(torch.zeros(32, 320))
     optimizer = shardopt.AdamW([param], lr=0.0, codec=codec)
     exact = torch.zeros(32, 320, dtype=torch.float64)
