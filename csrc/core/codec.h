@@ -22,8 +22,7 @@
 //     decode_above_zero, encode_above_zero   cheaper, for codes and numbers that are not zero
 //     is_even(e)         whether the cheaper two suffice for a block with extremes e, the smallest > 0
 //     encode_even(x, y, r)   as encode(x, y, r) for zero, too, where they suffice for the others; cheaper. Beside the
-//     code of
-//                        zero, y is any number above zero
+//                        code of zero, y is any number above zero
 // The last three are for unsigned coders of UsualCodecs only, encode_even for relative ones. A codec knows nothing of
 // rules. `table` is what shardopt/codec/<name>.py lays out; nullptr where a codec needs none.
 #pragma once
@@ -55,7 +54,8 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
 }
 
 // 256 plus a random share of a code. Added to a number of codes below 256, the sum has 15 bits after the point, and the
-// code is the byte above these. Shares are at least two of these bits away from 0 and 1: rounding moves no whole number.
+// code is the byte above these. Shares are at least two of these bits away from 0 and 1, so that rounding moves no whole
+// number.
 template <class F>
 SHARDOPT_HD F random_base(IntOf<F> random) {
   const IntOf<F> share = as_signed(as_unsigned(random) >> 17) & 0x7ffc;

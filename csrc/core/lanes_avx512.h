@@ -64,25 +64,6 @@ SHARDOPT_HD void store(uint16_t* to, Ints a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)a));
 }
 
-// Loads and stores of the lanes in a mask; loading sets the other lanes to `rest` (zero).
-#define SHARDOPT_MASKED_MEMORY
-SHARDOPT_HD Ints load(const uint8_t* from, Mask m, uint8_t rest = 0) {
-  return (Ints)_mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(_mm_set1_epi8(static_cast<char>(rest)), m, from));
-}
-SHARDOPT_HD Ints load(const int8_t* from, Mask m) { return (Ints)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, from)); }
-SHARDOPT_HD Ints load(const uint16_t* from, Mask m, uint16_t rest = 0) {
-  return (Ints)_mm512_cvtepu16_epi32(_mm256_mask_loadu_epi16(_mm256_set1_epi16(static_cast<short>(rest)), m, from));
-}
-SHARDOPT_HD Ints load(const int16_t* from, Mask m) {
-  return (Ints)_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(m, from));
-}
-SHARDOPT_HD Floats load(const float* from, Mask m, float = 0.0f) { return (Floats)_mm512_maskz_loadu_ps(m, from); }
-SHARDOPT_HD void store(uint8_t* to, Ints a, Mask m) { _mm_mask_storeu_epi8(to, m, _mm512_cvtepi32_epi8((__m512i)a)); }
-SHARDOPT_HD void store(uint16_t* to, Ints a, Mask m) {
-  _mm256_mask_storeu_epi16(to, m, _mm512_cvtepi32_epi16((__m512i)a));
-}
-SHARDOPT_HD void store(float* to, Floats a, Mask m) { _mm512_mask_storeu_ps(to, m, (__m512)a); }
-
 // Whether any byte is zero.
 #define SHARDOPT_FINDS_ZERO_BYTES
 SHARDOPT_HD bool any_zero(Bytes a) { return _mm512_testn_epi8_mask((__m512i)a, (__m512i)a) != 0; }
@@ -161,13 +142,6 @@ struct ByteTable {
   SHARDOPT_HD void look_up(const uint8_t* codes, Floats* to) const {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     look_up(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes)), to);
-  }
-
-  // Looks up the codes whose bits in `some_of` are set; the others count as `rest`.
-  SHARDOPT_HD void look_up(const uint8_t* codes, uint64_t some_of, uint8_t rest, Floats* to) const {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i some = _mm512_mask_loadu_epi8(_mm512_set1_epi8(static_cast<char>(rest)), some_of, codes);
-    look_up(_mm512_permutexvar_epi32(order, some), to);
   }
 
   // Looks up 64 indices, which fill four vectors.

@@ -107,6 +107,13 @@ struct Noise {
     second = static_cast<uint32_t>(mixed >> 32);
   }
 
+  // The bits of elements counted from another one.
+  SHARDOPT_HD Noise from(int64_t element) const {
+    Noise moved = *this;
+    moved.first += static_cast<uint32_t>(element);
+    return moved;
+  }
+
   template <class I>
   SHARDOPT_HD I bits_at(I index) const {
     auto x = as_unsigned(index) + first;

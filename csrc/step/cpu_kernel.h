@@ -9,97 +9,70 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// Calls step(block) for blocks [begin, end) of a kernel row, counted along its rows.
-template <class Rule, class Codec, class Format, class Step>
-SHARDOPT_HD void each_block(const KernelRow& kernel_row, int64_t begin, int64_t end, Step step) {
+// Steps blocks [begin, end) of a kernel row, counted along its rows, by kernels in which rule and codec are compiled
+// together: by packs of kPack vectors, and shorter blocks by packs of 16 elements.
+template <class Rule, class Codec, int kPack>
+int64_t step_blocks(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
   using Code = typename Codec::Code;
-  constexpr int kMoments = Rule::Kept::kCount;
-  const Format format(kernel_row);
-  const Dither dither(*reinterpret_cast<const float*>(kernel_row.step));
-  const int64_t blocks_per_row = (kernel_row.cols + kernel_row.block_size - 1) / kernel_row.block_size;
-  int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row;
+  using Stepper = BlockStepper<Rule, Codec, kPack>;
+  using RestStepper = BlockStepper<Rule, Codec, 16 / kLanes>;
+  const int size = kernel_row.block_size, rest = static_cast<int>(kernel_row.cols % size);
+  const bool by_packs = rest >= kPack * kLanes || rest == 0;
+  Stepper stepper(call, kernel_row);
+  typename Stepper::Waiting whole, long_rest;
+  RestStepper rest_stepper(call, kernel_row);
+  typename RestStepper::Waiting short_rest;
+  const Formats formats(kernel_row);
+  const float counted = *reinterpret_cast<const float*>(kernel_row.step);
+  const Dither dither(counted);
+  const Noise noise(kernel_row.noise_key, counted, 0);
+  const int64_t blocks_per_row = (kernel_row.cols + size - 1) / size;
+  int64_t row = begin / blocks_per_row, in_row = begin % blocks_per_row, skipped = 0;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t col = in_row * kernel_row.block_size, left = kernel_row.cols - col,
-                  offset = row * kernel_row.row_stride + col;
-    Block<Code, kMoments> block;
-    block.weights = weights_at(kernel_row, format, offset);
-    block.gradient = reinterpret_cast<const char*>(kernel_row.gradient) + bytes_of(format.gradient()) * offset;
-    for (int k = 0; k < kMoments; ++k) {
-      block.codes[k] = reinterpret_cast<Code*>(kernel_row.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
+    const auto add = [&](auto& to, auto& waiting, int n) __attribute__((always_inline)) {
+      const int64_t col = in_row * size, offset = row * kernel_row.row_stride + col,
+                    element = global_element(kernel_row, row, col);
+      auto& block = waiting.blocks[waiting.count++];
+      block.weights = weights_at(kernel_row, formats.weight, offset, noise.from(element));
+      block.gradient = reinterpret_cast<const char*>(kernel_row.gradient) + bytes_of(formats.gradient) * offset;
+      for (int k = 0; k < Rule::Kept::kCount; ++k) {
+        block.codes[k] = reinterpret_cast<Code*>(kernel_row.codes[kSharesCodes<Codec> ? 0 : k]) + offset;
+      }
+      block.index = i;
+      block.scale_index = row * kernel_row.scales_row_stride + in_row;
+      block.dither = dither.from(element).offset;
+      block.n = n;
+      if (to.is_full(waiting, n)) skipped += to.step(waiting);
+    };
+    if (in_row < blocks_per_row - (rest != 0)) {
+      add(stepper, whole, size);
+    } else if (by_packs) {
+      add(stepper, long_rest, rest);
+    } else {
+      add(rest_stepper, short_rest, rest);
     }
-    block.scale_index = row * kernel_row.scales_row_stride + in_row;
-    block.dither = dither.from(global_element(kernel_row, row, col)).offset;
-    block.n = static_cast<int>(left < kernel_row.block_size ? left : kernel_row.block_size);
-    step(block);
     if (++in_row == blocks_per_row) {
       in_row = 0;
       ++row;
     }
   }
+  return skipped + stepper.step(whole) + stepper.step(long_rest) + rest_stepper.step(short_rest);
 }
 
-// Steps blocks of any size, one after the other.
-template <class Rule, class Codec, class Format, int kPack>
-int64_t step_each(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
-  BlockStepper<Rule, Codec, Format, kPack, kMaxBlock, 1, false> stepper(call, kernel_row);
-  int64_t nonfinite = 0;
-  each_block<Rule, Codec, Format>(kernel_row, begin, end, [&](const auto& block) { nonfinite += stepper.add(block); });
-  return nonfinite;
-}
-
-// Steps blocks of 128 elements by packs of SHARDOPT_PACK vectors, and shorter blocks at rows' ends by 16 elements. If
-// memory is masked, usual codecs take the longer ones of these by packs, too.
-template <class Rule, class Codec, class Format>
-int64_t step_blocks_of_128(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
-  constexpr int kWhole = 128, kFew = 32, kOne = 16 / kLanes;
-  const auto rest_of_row = static_cast<int>(kernel_row.cols % kWhole);
-  BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 4, true> whole(call, kernel_row);
-  const auto step_all = [&](auto&& rest) __attribute__((always_inline)) {
-    int64_t nonfinite = 0;
-    each_block<Rule, Codec, Format>(kernel_row, begin, end, [&](const auto& block) __attribute__((always_inline)) {
-      nonfinite += block.n == kWhole ? whole.add(block) : rest.add(block);
-    });
-    return nonfinite + whole.step_waiting() + rest.step_waiting();
-  };
-  if constexpr (kMasksMemory && is_usual<Rule, Codec>()) {
-    if (rest_of_row > kFew) {
-      return step_all(BlockStepper<Rule, Codec, Format, SHARDOPT_PACK, kWhole, 8, false>(call, kernel_row));
-    }
-    return step_all(BlockStepper<Rule, Codec, Format, kOne, kFew, 8, false>(call, kernel_row));
-  } else {
-    return step_all(BlockStepper<Rule, Codec, Format, kOne, kWhole, 4, false>(call, kernel_row));
-  }
-}
-
-// The kernel for kernel rows in these formats, which are known when compiling; nullptr if the kernel row has other
-// formats.
-template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
-CpuKernel kernel_of_format(const KernelRow& kernel_row) {
-  const bool is_it = kernel_row.weight_format == static_cast<int32_t>(kWeight) &&
-                     kernel_row.gradient_dtype == static_cast<int32_t>(kGradient);
-  if (!is_it) return nullptr;
-  using Format = FixedFormat<kWeight, kGradient>;
-  if constexpr (Codec::Signed::kScales > 0) {
-    return step_blocks_of_128<Rule, Codec, Format>;
-  } else {
-    return step_each<Rule, Codec, Format, SHARDOPT_PACK>;
-  }
-}
-
-// Steps blocks in a usual format by a kernel in which rule, codec and format are compiled together, and other blocks
-// run by run.
+// Steps blocks of usual sizes by kernels of their own, and other blocks run by run.
 template <class Rule, class Codec>
 int64_t step_usual(const StepCall& call, const KernelRow& kernel_row, int64_t begin, int64_t end) {
-  CpuKernel kernel = nullptr;
-  // Codecs without blocks fill rows up to packs: shorter rows are better stepped as runs.
-  const bool fits =
-      Codec::Signed::kScales > 0 ? kernel_row.block_size == 128 : kernel_row.cols >= SHARDOPT_PACK * kLanes;
-  if (!kernel_row.cut && fits && call.phase == Phase::kStep) {
-    kernel = kernel_of_format<Rule, Codec, WeightFormat::kFloat32, DType::kFloat32>(kernel_row);
-    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16, DType::kBFloat16>(kernel_row);
-    if (!kernel) kernel = kernel_of_format<Rule, Codec, WeightFormat::kBFloat16Plus8, DType::kBFloat16>(kernel_row);
+  constexpr int kFew = 16 / kLanes;
+  const int64_t longest = kernel_row.cols < kernel_row.block_size ? kernel_row.cols : kernel_row.block_size;
+  CpuKernel kernel = step_runs;
+  if (!kernel_row.cut && call.phase == Phase::kStep && longest <= BlockStepper<Rule, Codec, kFew>::kMost) {
+    if (longest >= SHARDOPT_PACK * kLanes) {
+      kernel = step_blocks<Rule, Codec, SHARDOPT_PACK>;
+    } else if (Codec::Signed::kScales > 0) {  // codecs without blocks fill rows up to packs: runs are faster
+      kernel = step_blocks<Rule, Codec, kFew>;
+    }
   }
-  return (kernel ? kernel : step_runs)(call, kernel_row, begin, end);
+  return kernel(call, kernel_row, begin, end);
 }
 
 template <class Rule, class Codec>

@@ -43,59 +43,16 @@ constexpr uint64_t low_bytes_of(WeightFormat format) {
   }
 }
 
-template <int kPack, class Lanes = AllLanes>
-SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i, Lanes lanes = {}) {
+template <int kPack>
+SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i) {
   switch (dtype) {
     case DType::kFloat32:
-      return load_lanes<kPack>(reinterpret_cast<const float*>(from) + i, lanes);
+      return load_lanes<kPack>(reinterpret_cast<const float*>(from) + i);
     case DType::kBFloat16:
-      return float_from_bf16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i, lanes));
+      return float_from_bf16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
     default:
-      return float_from_fp16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i, lanes));
+      return float_from_fp16(load_lanes<kPack>(reinterpret_cast<const uint16_t*>(from) + i));
   }
-}
-
-// Whether one of `n` numbers (a whole number of packs where memory is not masked) times `scale` has a magnitude of at
-// least float_from_bits(least), is infinite or NaN. In every dtype, the bits of magnitudes are ordered as the
-// magnitudes.
-template <int kPack>
-SHARDOPT_HD bool any_at_least(const char* from, DType dtype, int n, float scale, int32_t least) {
-  const auto is_any = [&](Floats<1> x) { return any(magnitude_bits(x * scale) >= least); };
-  if (dtype == DType::kFloat32) {
-    Ints<1> largest{};
-    int i = 0;
-    for (; i + kPack * kLanes <= n; i += kPack * kLanes) {
-      const auto b = magnitude_bits(load_floats<kPack>(from, dtype, i));
-      for (int j = 0; j < kPack; ++j) largest.x[0] = native::max_int(largest.x[0], b.x[j]);
-    }
-#if defined(SHARDOPT_MASKED_MEMORY)
-    for (; i < n; i += kLanes) {
-      largest = max_int(largest, magnitude_bits(load_floats<1>(from, dtype, i, FirstLanes{n - i})));
-    }
-#endif
-    return is_any(float_from_bits(largest));
-  }
-  native::Halves largest{}, x;
-  int i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    __builtin_memcpy(&x, from + 2 * i, sizeof x);
-    largest = native::max_int(largest, x & 0x7fff);
-  }
-#if defined(SHARDOPT_MASKED_MEMORY)
-  for (; i < n; i += kLanes) {
-    const auto some = load_lanes<1>(reinterpret_cast<const uint16_t*>(from) + i, FirstLanes{n - i});
-    largest = native::max_int(largest, reinterpret_cast<native::Halves>(some.x[0]) & 0x7fff);
-  }
-#else
-  if (i < n) {
-    x = native::Halves{};
-    __builtin_memcpy(&x, from + 2 * i, sizeof x / 2);
-    largest = native::max_int(largest, x & 0x7fff);
-  }
-#endif
-  const Ints<1> both{reinterpret_cast<native::Ints>(largest)}, low = both & 0xffff, high = (both >> 16) & 0xffff;
-  return dtype == DType::kBFloat16 ? is_any(float_from_bf16(low)) || is_any(float_from_bf16(high))
-                                   : is_any(float_from_fp16(low)) || is_any(float_from_fp16(high));
 }
 
 // Whether one of `n` codes is zero; n: a multiple of a vector's bytes.
@@ -136,90 +93,80 @@ struct Weights {
   char* low_bits;  // the master weights' low bits
   Noise noise;
 
-  template <int kPack, class Lanes = AllLanes>
-  SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i, Lanes lanes = {}) const {
+  template <int kPack>
+  SHARDOPT_HD Floats<kPack> load(WeightFormat format, int i) const {
     const auto words16 = reinterpret_cast<const uint16_t*>(words) + i;
     switch (format) {
       case WeightFormat::kFloat32:
-        return load_lanes<kPack>(reinterpret_cast<const float*>(words) + i, lanes);
+        return load_lanes<kPack>(reinterpret_cast<const float*>(words) + i);
       case WeightFormat::kFloat16:
-        return float_from_fp16(load_lanes<kPack>(words16, lanes));
+        return float_from_fp16(load_lanes<kPack>(words16));
       case WeightFormat::kBFloat16Plus8:
-        return load_split<kPack, DType::kBFloat16, int8_t>(i, lanes);
+        return load_split<kPack, DType::kBFloat16, int8_t>(i);
       case WeightFormat::kBFloat16Plus16:
-        return load_split<kPack, DType::kBFloat16, int16_t>(i, lanes);
+        return load_split<kPack, DType::kBFloat16, int16_t>(i);
       case WeightFormat::kFloat16Plus8:
-        return load_split<kPack, DType::kFloat16, int8_t>(i, lanes);
+        return load_split<kPack, DType::kFloat16, int8_t>(i);
       case WeightFormat::kFloat16Plus16:
-        return load_split<kPack, DType::kFloat16, int16_t>(i, lanes);
+        return load_split<kPack, DType::kFloat16, int16_t>(i);
       default:
-        return float_from_bf16(load_lanes<kPack>(words16, lanes));
+        return float_from_bf16(load_lanes<kPack>(words16));
     }
   }
 
-  template <int kPack, class Lanes = AllLanes>
-  SHARDOPT_HD void store(Floats<kPack> x, WeightFormat format, int i, Lanes lanes = {}) const {
+  template <int kPack>
+  SHARDOPT_HD void store(Floats<kPack> x, WeightFormat format, int i) const {
     const auto words16 = reinterpret_cast<uint16_t*>(words) + i;
     switch (format) {
       case WeightFormat::kFloat32:
-        return store_lanes(reinterpret_cast<float*>(words) + i, x, lanes);
+        return store_lanes(reinterpret_cast<float*>(words) + i, x);
       case WeightFormat::kBFloat16:
-        return store_lanes(words16, bf16_from_float(x), lanes);
+        return store_lanes(words16, bf16_from_float(x));
       case WeightFormat::kFloat16:
-        return store_lanes(words16, fp16_from_float(x), lanes);
+        return store_lanes(words16, fp16_from_float(x));
       case WeightFormat::kBFloat16Plus8:
-        return store_split<DType::kBFloat16, uint8_t>(x, i, lanes);
+        return store_split<DType::kBFloat16, uint8_t>(x, i);
       case WeightFormat::kBFloat16Plus16:
-        return store_split<DType::kBFloat16, uint16_t>(x, i, lanes);
+        return store_split<DType::kBFloat16, uint16_t>(x, i);
       case WeightFormat::kFloat16Plus8:
-        return store_split<DType::kFloat16, uint8_t>(x, i, lanes);
+        return store_split<DType::kFloat16, uint8_t>(x, i);
       case WeightFormat::kFloat16Plus16:
-        return store_split<DType::kFloat16, uint16_t>(x, i, lanes);
+        return store_split<DType::kFloat16, uint16_t>(x, i);
       case WeightFormat::kBFloat16Stochastic:
-        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)), lanes);
+        return store_lanes(words16, bf16_at_random(x, noise.bits_at(lane_index<kPack>() + i)));
     }
   }
 
  private:
-  template <int kPack, DType kDType, class Low, class Lanes>
-  SHARDOPT_HD Floats<kPack> load_split(int i, Lanes lanes) const {
-    const auto high = load_lanes<kPack>(reinterpret_cast<const uint16_t*>(words) + i, lanes);
-    const auto low = load_lanes<kPack>(reinterpret_cast<const Low*>(low_bits) + i, lanes);
+  template <int kPack, DType kDType, class Low>
+  SHARDOPT_HD Floats<kPack> load_split(int i) const {
+    const auto high = load_lanes<kPack>(reinterpret_cast<const uint16_t*>(words) + i);
+    const auto low = load_lanes<kPack>(reinterpret_cast<const Low*>(low_bits) + i);
     return join_weight<kDType, 8 * sizeof(Low)>(high, low);
   }
 
-  template <DType kDType, class Low, int kPack, class Lanes>
-  SHARDOPT_HD void store_split(Floats<kPack> x, int i, Lanes lanes) const {
+  template <DType kDType, class Low, int kPack>
+  SHARDOPT_HD void store_split(Floats<kPack> x, int i) const {
     const auto split = split_weight<kDType, 8 * sizeof(Low)>(x);
-    store_lanes(reinterpret_cast<uint16_t*>(words) + i, split.high, lanes);
-    store_lanes(reinterpret_cast<Low*>(low_bits) + i, split.low, lanes);
+    store_lanes(reinterpret_cast<uint16_t*>(words) + i, split.high);
+    store_lanes(reinterpret_cast<Low*>(low_bits) + i, split.low);
   }
 };
 
-// The formats of weights and gradients: known when compiling (FixedFormat) or only when running (AnyFormat).
-template <WeightFormat kWeight, DType kGradient>
-struct FixedFormat {
-  SHARDOPT_HD explicit FixedFormat(const KernelRow&) {}
-  static constexpr WeightFormat weight() { return kWeight; }
-  static constexpr DType gradient() { return kGradient; }
-};
+// The formats of a kernel row's weights and gradients.
+struct Formats {
+  WeightFormat weight;
+  DType gradient;
 
-struct AnyFormat {
-  WeightFormat weight_format;
-  DType gradient_dtype;
-
-  SHARDOPT_HD explicit AnyFormat(const KernelRow& kernel_row)
-      : weight_format(static_cast<WeightFormat>(kernel_row.weight_format)),
-        gradient_dtype(static_cast<DType>(kernel_row.gradient_dtype)) {}
-  WeightFormat weight() const { return weight_format; }
-  DType gradient() const { return gradient_dtype; }
+  SHARDOPT_HD explicit Formats(const KernelRow& kernel_row)
+      : weight(static_cast<WeightFormat>(kernel_row.weight_format)),
+        gradient(static_cast<DType>(kernel_row.gradient_dtype)) {}
 };
 
 // The weights from an element of the tensor on.
-template <class Format>
-SHARDOPT_HD Weights weights_at(const KernelRow& kernel_row, const Format& format, int64_t offset, Noise noise = {}) {
-  return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(format.weight()) * offset,
-          reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(format.weight()) * offset, noise};
+SHARDOPT_HD Weights weights_at(const KernelRow& kernel_row, WeightFormat format, int64_t offset, Noise noise) {
+  return {reinterpret_cast<char*>(kernel_row.param) + bytes_of(format) * offset,
+          reinterpret_cast<char*>(kernel_row.low_bits) + low_bytes_of(format) * offset, noise};
 }
 
 // The extremes of some packs, lane by lane: the largest magnitude, and for unsigned numbers the smallest above zero,
@@ -255,9 +202,8 @@ template <class Coder, int kPack, class = void>
 struct FastTable {
   SHARDOPT_HD explicit FastTable(const float*) {}
 
-  template <class Lanes>
-  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes, Lanes lanes, uint8_t rest) const {
-    return coder.decode(load_lanes<kPack>(codes, lanes, rest));
+  SHARDOPT_HD Floats<kPack> decode(const Coder& coder, const uint8_t* codes) const {
+    return coder.decode(load_lanes<kPack>(codes));
   }
   // Decodes codes in the low bytes of integers.
   SHARDOPT_HD Floats<kPack> decode(const Coder& coder, Ints<kPack> codes) const { return coder.decode(codes & 0xff); }
@@ -270,15 +216,9 @@ struct FastTable<Coder, 4, std::void_t<decltype(Coder::kTable)>> {
 
   SHARDOPT_HD explicit FastTable(const float* t) : table(Coder::values_in(t)) {}
 
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, AllLanes, uint8_t) const {
+  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes) const {
     Floats<4> found;
     table.look_up(codes, found.x);
-    return found * coder.scale;
-  }
-  // Decodes the codes in `lanes`; the others count as `rest`.
-  SHARDOPT_HD Floats<4> decode(const Coder& coder, const uint8_t* codes, FirstLanes lanes, uint8_t rest) const {
-    Floats<4> found;
-    table.look_up(codes, lanes.mask, rest, found.x);
     return found * coder.scale;
   }
   SHARDOPT_HD Floats<4> decode(const Coder& coder, Ints<4> codes) const {

@@ -12,7 +12,18 @@
 SHARDOPT_BEGIN_NAMESPACE
 
 constexpr int kEach = 16;  // elements that a pass takes at a time; no block is smaller
-constexpr int kEachPack = kEach / kLanes;
+constexpr int kEachPack = kEach / kLanes, kFour = 4 * kEach;
+
+// Prefetches what will be read a page of floats after kCount elements: processors prefetch neither past a page nor past
+// the short block at a row's end. Addresses without memory do no harm.
+template <int kCount, class T>
+SHARDOPT_HD void fetch_ahead(const T* from) {
+  constexpr int kAhead = 1024, kLine = 64 / sizeof(T);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; i += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uint64_t>(from) + sizeof(T) * (kAhead + i)));
+  }
+}
 
 // Loads kEach elements, or the first `left` and zeros.
 template <class T>
@@ -259,29 +270,38 @@ constexpr RulePasses rule_passes() {
   return passes;
 }
 
-// Loads n gradients, times `scale`, and zeros up to a multiple of kEach. Returns whether any gradient or parameter is
-// large.
+// Loads n gradients, and zeros up to a multiple of kEach.
 template <class T, class Convert>
-bool load_gradients(const RunFloats& to, const char* gradient, float scale, Gains gains, int n, Convert convert) {
+void load_gradient(float* to, const char* gradient, int n, Convert convert) {
   const T* from = reinterpret_cast<const T*>(gradient);
-  Ints<kEachPack> largest{};
-  for (int i = 0; i < n; i += kEach) {
-    const Floats<kEachPack> g = convert(load_each(from + i, n - i)) * scale;
-    largest = max_int(largest, largest_product(gains, g, load_lanes<kEachPack>(to.param + i)));
-    store_lanes(to.gradient + i, g);
+  int i = 0;
+  for (; i + kFour <= n; i += kFour) {
+    fetch_ahead<kFour>(from + i);
+    store_lanes(to + i, convert(load_lanes<kFour / kLanes>(from + i)));
   }
-  return any(largest >= kLargeBits);
+  for (; i < n; i += kEach) store_lanes(to + i, convert(load_each(from + i, n - i)));
 }
 
-inline bool load_gradients(const RunFloats& to, const char* from, DType dtype, float scale, Gains gains, int n) {
+__attribute__((noinline)) inline void load_gradient(float* to, const char* from, DType dtype, int n) {
   switch (dtype) {
     case DType::kFloat32:
-      return load_gradients<float>(to, from, scale, gains, n, [](auto x) { return x; });
+      return load_gradient<float>(to, from, n, [](auto x) { return x; });
     case DType::kBFloat16:
-      return load_gradients<uint16_t>(to, from, scale, gains, n, [](auto x) { return float_from_bf16(x); });
+      return load_gradient<uint16_t>(to, from, n, [](auto x) { return float_from_bf16(x); });
     default:
-      return load_gradients<uint16_t>(to, from, scale, gains, n, [](auto x) { return float_from_fp16(x); });
+      return load_gradient<uint16_t>(to, from, n, [](auto x) { return float_from_fp16(x); });
   }
+}
+
+// Multiplies n gradients, a multiple of kEach, by `scale`. Returns whether any gradient or parameter is large.
+inline bool scale_gradient(const RunFloats& run, float scale, Gains gains, int n) {
+  Ints<kEachPack> largest{};
+  for (int i = 0; i < n; i += kEach) {
+    const Floats<kEachPack> g = load_lanes<kEachPack>(run.gradient + i) * scale;
+    largest = max_int(largest, largest_product(gains, g, load_lanes<kEachPack>(run.param + i)));
+    store_lanes(run.gradient + i, g);
+  }
+  return any(largest >= kLargeBits);
 }
 
 // Calls take(format) with a type whose `value` is the format.
@@ -311,6 +331,7 @@ SHARDOPT_HD void with_format(WeightFormat format, Take take) {
 template <WeightFormat kFormat, bool kStores, class Take>
 SHARDOPT_HD void each_of(const Weights& weights, int n, Take take) {
   const int whole = n / kEach * kEach;
+#pragma GCC unroll 4
   for (int i = 0; i < whole; i += kEach) take(weights, i);
   if (whole == n) return;
   char words[4 * kEach] = {}, low_bits[2 * kEach] = {};
@@ -324,16 +345,18 @@ SHARDOPT_HD void each_of(const Weights& weights, int n, Take take) {
   if (low) copy_bytes(weights.low_bits + low * done, low_bits, low * left);
 }
 
-inline void load_weights(float* to, const Weights& weights, WeightFormat format, int n) {
+__attribute__((noinline)) inline void load_weights(float* to, const Weights& weights, WeightFormat format, int n) {
   with_format(format, [&](auto known) {
     constexpr WeightFormat kFormat = decltype(known)::value;
     each_of<kFormat, false>(weights, n, [to](const Weights& w, int i) __attribute__((always_inline)) {
+      fetch_ahead<kEach>(reinterpret_cast<const uint16_t*>(w.words) + i);
       store_lanes(to + i, w.load<kEachPack>(kFormat, i));
     });
   });
 }
 
-inline void store_weights(const Weights& weights, const float* from, WeightFormat format, int n) {
+__attribute__((noinline)) inline void store_weights(const Weights& weights, const float* from, WeightFormat format,
+                                                    int n) {
   with_format(format, [&](auto known) {
     constexpr WeightFormat kFormat = decltype(known)::value;
     each_of<kFormat, true>(weights, n, [from](const Weights& w, int i) __attribute__((always_inline)) {

@@ -38,7 +38,7 @@ class RunStepper {
         group_(call.groups[kernel_row.group]),
         phase_(call.phase),
         stores_(call.phase == Phase::kFinish || (call.phase == Phase::kStep && !kernel_row.cut)),
-        format_(kernel_row),
+        formats_(kernel_row),
         dither_(*reinterpret_cast<const float*>(kernel_row.step)),
         rule_(passes_of_rule(group_.rule, Rules{})),
         codec_(passes_of_codec(kernel_row.codec, Codecs{})) {
@@ -113,15 +113,15 @@ class RunStepper {
     };
     const int64_t element = global_element(kernel_row_, row, col);
     const Noise noise(kernel_row_.noise_key, *reinterpret_cast<const float*>(kernel_row_.step), element);
-    const Weights weights = weights_at(kernel_row_, format_, offset_, noise);
-    const bool in_place = format_.weight() == WeightFormat::kFloat32 && n_ == padded && stores_;
+    const Weights weights = weights_at(kernel_row_, formats_.weight, offset_, noise);
+    const bool in_place = formats_.weight == WeightFormat::kFloat32 && n_ == padded && stores_;
     run_.param = in_place ? reinterpret_cast<float*>(weights.words) : take();
     run_.gradient = take();
     for (int k = 0; k < rule_.moments; ++k) run_.moments[k] = take();
-    if (!in_place) load_weights(run_.param, weights, format_.weight(), n_);
-    const char* gradient = reinterpret_cast<const char*>(kernel_row_.gradient) + bytes_of(format_.gradient()) * offset_;
-    const Gains gains = rule_.gains(scalars_);
-    const bool has_large = load_gradients(run_, gradient, format_.gradient(), group_.gradient_scale, gains, n_);
+    if (!in_place) load_weights(run_.param, weights, formats_.weight, n_);
+    const char* gradient = reinterpret_cast<const char*>(kernel_row_.gradient) + bytes_of(formats_.gradient) * offset_;
+    load_gradient(run_.gradient, gradient, formats_.gradient, n_);
+    const bool has_large = scale_gradient(run_, group_.gradient_scale, rule_.gains(scalars_), padded);
     decode(padded);
     const bool skips = has_large && group_.nonfinite == static_cast<int32_t>(NonFinite::kSkip);
     if (phase_ == Phase::kSums) {
@@ -147,7 +147,7 @@ class RunStepper {
     }
     encode(padded, run_.gradient, dither_.from(element));
     if (stores_ && rule_.repay && codec_.relative) repay(padded, run_.gradient);
-    if (stores_ && !in_place) store_weights(weights, run_.param, format_.weight(), n_);
+    if (stores_ && !in_place) store_weights(weights, run_.param, formats_.weight, n_);
     return skipped;
   }
 
@@ -220,7 +220,7 @@ class RunStepper {
   const GroupRow& group_;
   const Phase phase_;
   const bool stores_;
-  const AnyFormat format_;
+  const Formats formats_;
   const Dither dither_;
   const RulePasses& rule_;
   const CodecPasses& codec_;
