@@ -54,8 +54,8 @@ SHARDOPT_HD IntOf<F> signed_code_of(F x, F y) {
 }
 
 // 256 plus a random share of a code. Added to a number of codes below 256, the sum has 15 bits after the point, and the
-// code is the byte above these. Shares are at least two of these bits away from 0 and 1, so that rounding moves no whole
-// number.
+// code is the byte above these. Shares are at least two of these bits away from 0 and 1, so that rounding moves no
+// whole number.
 template <class F>
 SHARDOPT_HD F random_base(IntOf<F> random) {
   const IntOf<F> share = as_signed(as_unsigned(random) >> 17) & 0x7ffc;
