@@ -1,5 +1,7 @@
 #include "inputs.h"
 
+#include <limits>
+
 #include <structmember.h>
 
 #include <algorithm>
@@ -15,6 +17,18 @@ constexpr size_t kAhead = 8;  // tensors that the processor fetches ahead
 PyObject* interned_params() {
   static PyObject* const name = PyUnicode_InternFromString("params");
   return name;
+}
+
+PyObject* interned_lr() {
+  static PyObject* const name = PyUnicode_InternFromString("lr");
+  return name;
+}
+
+// Whether an object is a float that a learning rate may be.
+bool is_rate(PyObject* value) {
+  if (!PyFloat_CheckExact(value)) return false;
+  const double rate = PyFloat_AS_DOUBLE(value);
+  return 0.0 <= rate && rate <= std::numeric_limits<float>::max();
 }
 
 // Whether an option's object is immutable: the same object has the same value.
@@ -65,7 +79,7 @@ Inputs::Inputs(const py::list& param_groups, const py::object& state, const py::
       add_input(param.ptr(), shards[index], !entries[index].is_none());
     }
   }
-  options_changed(param_groups);
+  changed_groups(param_groups);
   if (!PyDict_Check(state.ptr()))
     throw std::invalid_argument("optimizer.state: got another type than dict, expected a dict");
   PyObject *key, *value;
@@ -248,30 +262,38 @@ py::bytes Inputs::gradient_kinds() const {
   return kinds;
 }
 
-bool Inputs::options_changed(const py::object& param_groups) {
-  if (!PyList_Check(param_groups.ptr())) return true;
-  if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return true;
-  bool changed = false;
+py::object Inputs::changed_groups(const py::object& param_groups) {
+  py::dict found;
+  if (!PyList_Check(param_groups.ptr())) return py::none();
+  if (static_cast<size_t>(PyList_GET_SIZE(param_groups.ptr())) != groups_.size()) return py::none();
   for (size_t g = 0; g < groups_.size(); ++g) {
     PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
-    if (!PyDict_Check(group)) return true;
+    if (!PyDict_Check(group)) return py::none();
     auto& options = groups_[g].options;
     size_t count = 0;
+    bool changed = false;
+    py::object rate;
     PyObject *name, *value;
     for (Py_ssize_t at = 0; PyDict_Next(group, &at, &name, &value);) {
       if (name == interned_params()) continue;
       const bool constant = is_constant(value);
       if (count == options.size()) options.emplace_back();
       auto& [known_name, known] = options[count++];
-      if (constant && name == known_name.ptr() && value == known.ptr()) continue;
-      changed = true;
+      const bool is_known = name == known_name.ptr();
+      if (constant && is_known && value == known.ptr()) continue;
+      if (is_known && name == interned_lr() && is_rate(value)) {
+        rate = py::reinterpret_borrow<py::object>(value);
+      } else {
+        changed = true;
+      }
       known_name = py::reinterpret_borrow<py::object>(name);
       known = constant ? py::reinterpret_borrow<py::object>(value) : py::object();
     }
     changed = changed || count != options.size();
     options.resize(count);
+    if (changed || rate) found[py::int_(g)] = changed ? py::object(py::none()) : rate;
   }
-  return changed;
+  return std::move(found);
 }
 
 bool Inputs::fill(py::array& rows, const py::array& tensors, const py::array& elements) const {
@@ -308,8 +330,9 @@ void bind_inputs(py::module_& m) {
       .def("gradient_kinds", &Inputs::gradient_kinds,
            "Per parameter the gradient's DType, with the bit `strided` where it or the parameter is not contiguous, or "
            "the gradient is a negative view; `no_gradient` where there is none.")
-      .def("options_changed", &Inputs::options_changed, py::arg("param_groups"),
-           "Whether options of a param group may differ from those at the last call.")
+      .def("changed_groups", &Inputs::changed_groups, py::arg("param_groups"),
+           "The param groups whose options may differ from those at the last call, by index: the learning rate if only "
+           "that changed, to a float in its range, else None. None if groups were added or removed.")
       .def("fill", &Inputs::fill, py::arg("rows"), py::arg("tensors"), py::arg("elements"),
            "Puts the gradients' addresses into table rows; returns whether a row changed.");
   m.def(

@@ -60,8 +60,9 @@ class Inputs {
   py::bytes gradient_kinds() const;
   static constexpr uint8_t kStrided = 64;
 
-  // Whether options of a param group may differ from those at the last call.
-  bool options_changed(const py::object& param_groups);
+  // The param groups whose options may differ from those at the last call, by index: the learning rate if only that
+  // changed, to a float in its range, else None. None if groups were added or removed.
+  py::object changed_groups(const py::object& param_groups);
 
   // Puts addresses and dtypes of gradients into table rows. Returns whether a row changed.
   //   tensors   per row, the index of the parameter

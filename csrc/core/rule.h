@@ -1,7 +1,7 @@
 // Helpers for rules, and how a rule declares its moments.
 //
 // A rule is a struct of the step's float32 scalars with
-//   kName, kHyper      its name and the names of its hyper-parameters, in the order of `make`
+//   kName, kHyper      its name and the names of its hyper-parameters, "lr" first, in the order of `make`
 //   Kept               the kinds of the moments it keeps, in the order of `moment`
 //   make(hyper, step)  the scalars, computed once per step in double from operations that round alike everywhere
 //   update(...)        the mathematics of one element. roots[j] receives the square root of the j-th kUnsigned moment

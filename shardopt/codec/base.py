@@ -81,10 +81,6 @@ class Codec(ABC):
         """Lookup table for the kernels, float32, 1-D, in the layout of csrc/codecs/<name>.h; None if they need none."""
         return None
 
-    def measure(self, x: Tensor, *, signed: bool) -> Tensor:
-        """Computes the scales with which blocks ``x`` are encoded: float32, ``(..., scales per block)``."""
-        return self.scales_for(self.extremes(x, signed=signed), signed=signed)
-
     def extremes(self, x: Tensor, *, signed: bool) -> Tensor:
         """Two maxima per block ``x`` that determine its scales, and that ranks may all-reduce: int32, ``(..., 2)``."""
         largest = bits(x.abs().amax(-1))

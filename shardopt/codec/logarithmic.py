@@ -37,7 +37,7 @@ class Logarithmic(Codec):
         return torch.stack([float_from_bits(high), step.float()], dim=-1)
 
     def is_sound(self, codes: Tensor, scales: Tensor, *, signed: bool) -> bool:
-        """See :meth:`Codec.is_sound`. Square roots also need ``M`` and ``step`` within the ranges of :meth:`measure`.
+        """See :meth:`Codec.is_sound`. Square roots also need ``M`` and ``step`` within :meth:`scales_for`'s ranges.
 
         A block of zeros may have only code 0, and a ``step`` of 1, or 0 before the first step of training. Square
         roots of float32 numbers above zero are at least 2^-74.5, so that the smallest level is above zero, however

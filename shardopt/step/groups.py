@@ -45,7 +45,7 @@ class GroupTables:
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
         self._from_totals: Sequence[Mapping[str, float]] | None = None
-        self._tables: dict[object, npt.NDArray[np.void]] = {}
+        self._tables: dict[tuple[torch.device, object], npt.NDArray[np.void]] = {}
         self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
 
     @property
@@ -53,11 +53,19 @@ class GroupTables:
         """The tensors whose addresses are in the tables: copies of learning rates on GPUs."""
         return list(self._lr.values())
 
-    def replace(self, groups: list[Group]) -> bool:
-        """Replaces the options; returns whether the parameters' cached :class:`StepTables` remain valid."""
-        last, self.groups = self.groups, groups
-        self._tables.clear()
-        return [group.table_options for group in groups] == [group.table_options for group in last]
+    def replace(self, groups: Mapping[int, Group], rates: Mapping[int, float | None]) -> bool:
+        """Replaces groups, by index, and learning rates of other groups, for which ``rates`` has one instead of None.
+
+        Returns whether cached :class:`StepTables` remain valid.
+        """
+        is_valid = all(group.table_options == self.groups[index].table_options for index, group in groups.items())
+        for index, lr in rates.items():
+            group = groups[index] if lr is None else self.groups[index]
+            self.groups[index] = group if lr is None else group._replace(hyper={**group.hyper, "lr": lr}, lr=None)
+        self._tables = {key: table.copy() for key, table in self._tables.items() if not groups and key[1] is None}
+        for table in self._tables.values():
+            table["hyper"][list(rates), 0] = list(rates.values())  # every rule's first hyper-parameter
+        return is_valid
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
         """Overrides each param group's hyper-parameters by values computed from totals; None ends the override."""
@@ -99,12 +107,6 @@ class GroupTables:
         if scale is not None:  # directions have the gradient's sign already
             assert group.rule.orthogonalized is not None
             rule, hyper, sign = group.rule.orthogonalized.applied_rule, {**hyper, "scale": scale}, 1.0
-        policy = _C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip
-        row = {
-            "hyper": hyper_row(rule, hyper),
-            "lr": lr,
-            "gradient_scale": sign,
-            "rule": int(_C.rules[rule]["index"]),
-            "nonfinite": int(policy),
-        }
+        row = {"hyper": hyper_row(rule, hyper), "lr": lr, "gradient_scale": sign, "rule": _C.rules[rule]["index"]}
+        row["nonfinite"] = int(_C.NonFinite.propagate if group.nonfinite == "propagate" else _C.NonFinite.skip)
         return tuple(row[name] for name in _C.group_row.fields or ())

@@ -241,17 +241,18 @@ def prepare_states(
 
 
 def demand_finite(
-    parameters: Sequence[StepParameter], gradients: Sequence[Tensor | None], groups: Sequence[Group]
+    parameters: Sequence[StepParameter], gradients: Sequence[Tensor | None], groups: Sequence[Group], found_inf: object
 ) -> None:
     """Looks for NaN and Inf in gradients; if a rank finds one, all ranks that are linked by shared parameters raise.
 
-    Collective among ranks that share parameters in groups with ``nonfinite="raise"``.
+    ``found_inf`` is a GradScaler's, which has looked already: only without it (None) this does. Collective among
+    ranks that share parameters in groups with ``nonfinite="raise"``.
 
     Raises:
         FloatingPointError: a gradient has NaN or Inf, and its param group ``nonfinite="raise"``.
     """
     raising = {index for index, group in enumerate(groups) if group.nonfinite == "raise"}
-    if not raising:
+    if found_inf is not None or not raising:
         return
     flags_of: dict[tuple[RankGroup | None, torch.device], list[tuple[str, Tensor]]] = {}  # by ranks that share them
     for parameter, gradient in zip(parameters, gradients, strict=True):

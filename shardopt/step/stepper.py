@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -62,17 +61,17 @@ class Stepper:
         if self._context.residency.asleep:
             self._context.residency.wake()
         tables, self._tables = self._tables, None  # restored only after a successful step
-        options = self._checked_options
-        if tables is None or tables.watched.options_changed(param_groups):
-            options = self._check_options(param_groups, state)
-            if tables is not None and not tables.groups.replace(list(map(self._context.group_of, param_groups))):
-                tables = None
+        changed = None if tables is None else tables.watched.changed_groups(param_groups)
+        which = range(len(param_groups)) if changed is None else [index for index, lr in changed.items() if lr is None]
+        options = self._check_options(param_groups, state, which)
+        if tables is not None and changed != {}:
+            groups = {index: self._context.group_of(param_groups[index]) for index in which}
+            tables = tables if changed is not None and tables.groups.replace(groups, changed) else None
         gradients = None if host_gradient is None else {0: host_gradient}
         if tables is not None and tables.take_gradients(param_groups, state, gradients):
             self.gradients_changed = tables.update(param_groups, state, scaling)
             self._agreed = tables.plan.agree(self._agreed)
-            if scaling.found_inf is None:
-                demand_finite(tables.parameters, tables.gradients, tables.groups.groups)
+            demand_finite(tables.parameters, tables.gradients, tables.groups.groups, scaling.found_inf)
         else:
             tables = self._make_tables(param_groups, state, scaling, host_gradient)
             self.gradients_changed = tables.update(param_groups, state, scaling)
@@ -101,8 +100,7 @@ class Stepper:
         gradients = local_gradients(params, parameters, host_gradient)
         if not is_first:  # after them, as prepare() does with cached tables
             self._agreed = plan.agree(self._agreed)
-        if scaling.found_inf is None:
-            demand_finite(parameters, gradients, groups)
+        demand_finite(parameters, gradients, groups, scaling.found_inf)
         ready = prepare_states(params, state, parameters, gradients, self._context.residency)
         return StepTables(param_groups, state, groups, parameters, ready, gradients, plan, self._context)
 
@@ -111,14 +109,15 @@ class Stepper:
         tables.run()
         self._tables = tables
 
-    def _check_options(self, param_groups: ParamGroups, state: Mapping[Tensor, Any]) -> list[tuple[Any, ...]]:
-        """Checks the param groups whose options changed since the last step; returns the options of all groups.
+    def _check_options(self, param_groups: ParamGroups, state: Any, which: Iterable[int]) -> list[tuple[Any, ...]]:
+        """Checks those of the param groups whose options changed since the last step; returns the options of all.
 
         ``offload`` must not change: neither since the last step, nor since a parameter's state was made or loaded.
         """
-        options_now = [_options_of(group) for group in param_groups]
-        # A param group that was added since the last step has no last options.
-        for group, options, last in zip_longest(param_groups, options_now, self._checked_options[: len(options_now)]):
+        checked = [*self._checked_options, *[()] * len(param_groups)][: len(param_groups)]  # (): the group was added
+        for index in which:
+            group, last = param_groups[index], checked[index]
+            checked[index] = options = _options_of(group)
             if options == last:
                 continue
             check_options(group)
@@ -129,7 +128,7 @@ class Stepper:
                 present = self._context.residency.decide(param).offload if state.get(param) else None
                 if present not in (None, group["offload"]):
                     raise _placement_error("offload", group["offload"], present)
-        return options_now
+        return checked
 
 
 def _placement_error(option: str, got: object, expected: object) -> ValueError:

@@ -122,9 +122,7 @@ class StepTables:
         parameter.step_address = state["step"].data_ptr()  # last: an error above leaves a parameter without rows
         return rows
 
-    def take_gradients(
-        self, param_groups: ParamGroups, state: Mapping[Tensor, Any], gradients: Mapping[int, Tensor | None] | None
-    ) -> bool:
+    def take_gradients(self, param_groups: ParamGroups, state: Any, gradients: Mapping[int, Any] | None) -> bool:
         """Takes the current gradients; returns False if the tables no longer fit parameters, state or gradients.
 
         Runs collectives for gradients that are sharded unlike their parameters. ``gradients`` are shards that the

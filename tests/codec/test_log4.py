@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import shardopt
+from codec_cases import Kind
 from helpers import with_gradient
 from reference import dither
 from shardopt.codec import CODECS, Moment, decode_moments, encode_moments
@@ -49,13 +50,13 @@ def test_every_byte_stands_for_a_pair() -> None:
 def test_means_are_exact() -> None:
     """Over all random numbers: of the second moment within the range, and of the first in units of the coded root."""
     u = torch.tensor([[1.0, 0.77, 0.31, 0.0101, 0.0039063]])
-    scales = LOG4.measure(u, signed=False)
+    scales = Kind("log4", signed=False).measure(u)
     codes = LOG4.encode(u.expand(2**16, -1), scales, ALL_SHARES[:, None].expand(-1, 5), signed=False)
     decoded = LOG4.decode(codes, scales, signed=False).double()
     low, high = decoded.amin(0).square(), decoded.amax(0).square()
     assert ((decoded.square().mean(0) - u[0].double().square()).abs() <= (high - low) * 2.0**-15).all()
     r = torch.tensor([[1.0, -0.9, 0.5, -0.07, 0.03, 0.0]])
-    scale = LOG4.measure(r, signed=True)
+    scale = Kind("log4", signed=True).measure(r)
     random = ALL_SHARES * pow(0x9E3779B9, -1, 2**32) % 2**32  # the first moment multiplies by this odd number
     codes = LOG4.encode(r.expand(2**16, -1), scale, random[:, None].expand(-1, 6), signed=True)
     decoded = LOG4.decode(codes + 1, scale, signed=True).double()  # the byte's level is 1 or more

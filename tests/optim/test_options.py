@@ -17,6 +17,7 @@ from helpers import CASES, everything, through_a_file
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
+from shardopt import _C
 from shardopt.optim import ShardedOptimizer
 from test_optimizers import SHAPES, advance, make
 
@@ -239,3 +240,39 @@ def test_sequences_of_any_class_elsewhere() -> None:
     assert [group["betas"] for group in groups] == [(0.5, 0.25)]
     optimizer = shardopt.AdamW8bit([{"params": [Parameter(torch.ones(2))], "param_names": UserList(["weight"])}])
     assert through_a_file(optimizer.state_dict())["param_groups"][0]["param_names"] == ["weight"]
+
+
+def split_groups(kind: str) -> ShardedOptimizer:
+    """An optimizer with a param group for each parameter."""
+    optimizer = make(kind)
+    (group,) = optimizer.param_groups
+    optimizer.param_groups[:] = [{**group, "params": [param]} for param in group["params"]]
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adan"])
+def test_new_learning_rates_of_some_groups_are_as_a_step_that_checks_everything(kind: str) -> None:
+    """Of rates that change in some groups or all, alone or beside an option, to a tensor and back."""
+    assert all(rule["hyper"][0] == "lr" for rule in _C.rules.values())
+    cached, fresh = split_groups(kind), split_groups(kind)
+    for step in range(8):
+        for optimizer in (cached, fresh):
+            for index, group in enumerate(optimizer.param_groups):
+                if step % 4 == 1 or index == step % 3:
+                    rate = 0.1 / (step + index + 1)
+                    group["lr"] = torch.tensor(rate) if step == 3 else rate
+            optimizer.param_groups[-1]["weight_decay"] = 0.1 * (step // 5)
+            advance(optimizer, range(step, step + 1))
+        fresh._internals.invalidate_steps()
+    assert_same(everything(cached), everything(fresh))
+
+
+def test_a_rate_out_of_range_is_refused_and_nothing_changed() -> None:
+    optimizer = split_groups("adamw")
+    advance(optimizer, range(1))
+    before = everything(optimizer)
+    for rate in (-1.0, NAN, INF, 1e39):
+        optimizer.param_groups[1]["lr"] = rate
+        with pytest.raises(ValueError, match="lr: got"):
+            advance(optimizer, range(1, 2))
+        assert_same(everything(optimizer), before)

@@ -43,7 +43,8 @@ class Kind(NamedTuple):
         return CODECS[self.codec].least_root_scale if self.of_roots else LEAST_SCALE
 
     def measure(self, x: Tensor) -> Tensor:
-        return CODECS[self.codec].measure(x, signed=self.signed)
+        codec = CODECS[self.codec]
+        return codec.scales_for(codec.extremes(x, signed=self.signed), signed=self.signed)
 
     def encode(self, x: Tensor, scales: Tensor) -> Tensor:
         return CODECS[self.codec].encode(x, scales, signed=self.signed)
