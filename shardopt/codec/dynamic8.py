@@ -36,9 +36,9 @@ class Lines(NamedTuple):
     """A piecewise linear function from magnitudes in [0, 1] to indices, which interpolates between the map's values.
 
     Eight parts begin at zero and at each decade's first value; a magnitude y lies in the last part whose ``start`` is
-    below y. The function is ``line = slope * y + offset`` up to the decade's last value, and ``line / 3 + knee`` beyond,
-    as the space between two decades is three of the lower one's: always the lesser of both. Beyond the last decade it is
-    ``top[0] * y + top[1]``.
+    below y. The function is ``line = slope * y + offset`` up to the decade's last value and ``line / 3 + knee`` beyond,
+    as the space between two decades is three of the lower one's: always the lesser of both. Beyond the last decade it
+    is ``top[0] * y + top[1]``.
 
     Within a decade the map's values are evenly spaced but for rounding: rounded, a place may be a neighbour of the
     nearest value's index only within 2**-15 of the spacing from the middle between both.
