@@ -9,6 +9,7 @@ is left out, and standard error says so.
     python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json
     python benchmarks/step_cpu.py --all-cores           # from how many threads on memory binds log8
     python benchmarks/step_cpu.py --in-cache            # the kernels alone, in one thread
+    python benchmarks/step_cpu.py --settings            # and of every codec, block size and weight format; --target avx2
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
     python benchmarks/step_cpu.py --columns 4096 1000 448 257 130 64 33 --contenders "shardopt log8"
     pip install bitsandbytes torchao deepspeed ninja     # the peers
@@ -38,7 +39,7 @@ import shardopt
 from measuring import in_turn
 from results import ROOT, Cell, Column
 from shardopt import _C
-from shardopt.kernels.dispatch import CpuCall
+from shardopt.kernels.dispatch import CpuCall, cpu_target, use_cpu_target
 
 Params = list[torch.nn.Parameter]
 
@@ -150,8 +151,29 @@ CONTENDERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 }
 
 
+#: Every setting that the documentation names: by codec and block size, then formats of the weights.
+SETTINGS = {
+    f"shardopt {codec}, blocks of {size}": ours(codec, block_size=size)
+    for codec, sizes in (
+        ("log8", (128, 16, 32, 64, 256, 512, 1024, 2048)),
+        ("companded8", (32, 64, 128, 256)),
+        ("dynamic8", (64, 128, 256)),
+        ("log4", (128, 256)),
+    )
+    for size in sizes
+} | {
+    "shardopt log8, repaid": ours("log8", repay=True),
+    "shardopt log4, repaid": ours("log4", repay=True),
+    "shardopt log8, bf16": ours("log8"),
+    "shardopt log8, bf16 + 8 bits": ours("log8", master_weight_bits=24),
+    "shardopt log8, bf16 + 16 bits": ours("log8", master_weight_bits=32),
+    "shardopt log8, bf16 at random": ours("log8", stochastic_rounding=True),
+    "shardopt fp32, bf16 + 16 bits": ours("fp32", master_weight_bits=32),
+}
+CONTENDERS |= SETTINGS
+
 #: Contenders that mean something for one dtype only.
-DTYPES = {
+DTYPES = {name: torch.bfloat16 if "bf16" in name else torch.float32 for name in SETTINGS} | {
     "shardopt log8 + 24 bits": torch.bfloat16,
     "roofline": torch.float32,
     "memory, 16.2 bytes": torch.float32,
@@ -229,15 +251,19 @@ def kernel_of(step: Callable[[], object]) -> Callable[[], object]:
     return kernel
 
 
-def in_cache(contenders: list[str], columns: list[int], rounds: int, dtype: torch.dtype) -> list[Result]:
-    """The kernels alone in one thread, on 32,768 elements, which stay in the second-level cache."""
+def in_cache(contenders: list[str], columns: list[int], rounds: int, dtype: torch.dtype | None) -> list[Result]:
+    """The kernels alone in one thread, on 32,768 elements, which stay in the second-level cache.
+
+    `dtype` None: each contender on its own.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kernels: dict[str, Callable[[], object]] = {}
     cases = {}
     for contender, length in product(contenders, columns):
-        if DTYPES.get(contender, dtype) == dtype and contender.startswith(("shardopt", "memory")):
-            gradient = torch.randn(2**15 // length, length).mul_(1e-3).to(dtype)
+        its_dtype = DTYPES.get(contender, dtype or torch.float32)
+        if its_dtype == (dtype or its_dtype) and contender.startswith(("shardopt", "memory", "DeepSpeed")):
+            gradient = torch.randn(2**15 // length, length).mul_(1e-3).to(its_dtype)
             step = step_of(contender, [gradient])
             kernels[f"{contender}, {length}"] = kernel_of(step) if contender.startswith("shardopt") else step
             cases[f"{contender}, {length}"] = contender, 1, f"rows of {length}", gradient.numel()
@@ -259,6 +285,9 @@ def part(args: argparse.Namespace) -> tuple[str, str]:
     dtype = "" if args.dtype == "float32" else f"_{args.dtype}"
     if args.all_cores:
         return f"step_cpu_all_cores{dtype}", "One AdamW step on the CPU by number of threads"
+    if args.settings:
+        title = f"The kernels alone ({args.target}), by codec, block size and weight format: in cache, one thread"
+        return f"step_cpu_settings_{args.target}", title
     if args.in_cache:
         if args.columns:
             return f"step_cpu_rows{dtype}", "The kernels alone by length of rows: in cache, one thread"
@@ -288,7 +317,10 @@ def report(args: argparse.Namespace, results: list[Result]) -> None:
     columns.append(Column("over the first's", digits=2))
     threads = None if several else results[0].threads
     numels = ", ".join(f"{numel:,}" for numel in dict.fromkeys(r.numel for r in results))
-    notes = [f"{numels} parameters of {args.dtype}; {args.rounds} interleaved rounds."]
+    dtype = "float32 or bfloat16" if args.settings else args.dtype
+    notes = [f"{numels} parameters of {dtype}; {args.rounds} interleaved rounds."]
+    if args.settings:
+        notes.append("DeepSpeedCPUAdam's time has some 10 us of Python in it, the others' have none.")
     name, title = part(args)
     files.report(args.json, name, title, columns, rows, threads=threads, notes=notes)
 
@@ -305,7 +337,11 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--in-cache", action="store_true", help="the kernels alone, in one thread, by --columns")
     parser.add_argument("--all-cores", action="store_true", help="log8, fp32 and memory in 1, 2, 4, ... all threads")
+    parser.add_argument("--settings", action="store_true", help="the kernels alone, in one thread, of every setting")
+    parser.add_argument("--target", choices=_C.cpu_targets(), default=cpu_target(), help="instruction set of ours")
     args = parser.parse_args()
+    if args.settings:
+        args.contenders = [*SETTINGS, "shardopt fp32", "shardopt bf16", "memory, 16.2 bytes", "DeepSpeedCPUAdam"]
     if args.all_cores:
         cores = len(os.sched_getaffinity(0))
         args.threads = sorted({*(2**k for k in range(cores.bit_length())), cores})
@@ -318,11 +354,12 @@ def main() -> None:
         numels = {"transformer": args.transformer_numel}
         runs = [{name: SHAPES[name](numels.get(name, args.numel))} for name in args.shapes]
     results: list[Result] = []
-    if args.in_cache:
-        results = in_cache(args.contenders, args.columns or [1024], args.rounds, dtype)
-    else:
-        for shapes, threads in product(runs, args.threads):
-            results += measure(args.contenders, shapes, threads, args.rounds, dtype)
+    with use_cpu_target(args.target):
+        if args.in_cache or args.settings:
+            results = in_cache(args.contenders, args.columns or [2048], args.rounds, None if args.settings else dtype)
+        else:
+            for shapes, threads in product(runs, args.threads):
+                results += measure(args.contenders, shapes, threads, args.rounds, dtype)
     report(args, results)
     if args.all_cores:
         print_bound(results)

@@ -24,7 +24,7 @@ from lm import checkpoint, metrics, options
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 
-MAX_HELDOUT_LOSS = 2.3  # nats per byte
+MAX_HELDOUT_LOSS = 2.7  # nats per byte
 MAX_LOSS_GAP = 0.01  # relative difference of the held-out losses
 MAX_RESUMED_GAP = 1e-3  # relative difference of the first loss after resuming under FSDP1, which sums in its own order
 
@@ -56,11 +56,11 @@ class Quickstart:
         self._resume_under_fsdp1(saved, ranks)
         plot = self.output / "loss.png"
         metrics.plot_losses({name: self.output / name / "metrics.jsonl" for name in runs}, plot)
-        print("AdamW    codec   held-out loss [nats per byte]   weights, state [bytes per parameter]   step [ms]")
+        print("AdamW    codec   held-out loss [nats per byte]   weights, state [bytes per parameter]")
         for name, found in runs.items():
             weights, state = found["weight_bytes_per_parameter"], found["state_bytes_per_parameter"]
             loss = found["heldout_loss"] or float("nan")  # JSON holds NaN as null
-            print(f"{name:8} {found['codec']:5}{loss:32.4f}{weights:31.3f}{state:8.3f}{found['optimizer_ms']:12.3f}")
+            print(f"{name:8} {found['codec']:5}{loss:32.4f}{weights:31.3f}{state:8.3f}")
             gap = loss / (runs["32-bit"]["heldout_loss"] or float("nan")) - 1
             self._expect(loss < MAX_HELDOUT_LOSS and abs(gap) < MAX_LOSS_GAP, f"{name}: loss {loss}, {gap:+.2%}")
         print(f"plot: {plot}\ncheckpoint: {runs['8-bit']['checkpoint']}")
