@@ -9,7 +9,7 @@ is left out, and standard error says so.
     python benchmarks/step_cpu.py --shapes one transformer --threads 1 2 --json
     python benchmarks/step_cpu.py --all-cores           # from how many threads on memory binds log8
     python benchmarks/step_cpu.py --in-cache            # the kernels alone, in one thread
-    python benchmarks/step_cpu.py --settings            # and of every codec, block size and weight format; --target avx2
+    python benchmarks/step_cpu.py --settings            # and of all codecs, block sizes and weight formats
     python benchmarks/step_cpu.py --dtype bfloat16 --threads 2
     python benchmarks/step_cpu.py --columns 4096 1000 448 257 130 64 33 --contenders "shardopt log8"
     pip install bitsandbytes torchao deepspeed ninja     # the peers

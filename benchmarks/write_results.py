@@ -54,11 +54,12 @@ SHOWN = {
         )
     ),
     "step_cpu_in_cache": Shown(6),
+    "step_cpu_settings_avx512vbmi": Shown(28, ("ns per parameter", "over the first's")),
     "step_overhead": Shown(5, ("alone",)),
     "optimizers": Shown(8),
     "ordered_reduction": Shown(8, ("2 ranks", "4 ranks", "sent, of float32's")),
     "checkpoint": Shown(3),
-    "zero_offload": Shown(6),
+    "zero_offload": Shown(6, ("optimizer", "DeepSpeedCPUAdam", "ratio")),
     "gpu_first": Shown(12, ("median", "of a copy's", "predicted")),
 }
 #: Optimizers in README's table, by the names of their rows.
