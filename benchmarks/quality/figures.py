@@ -64,10 +64,11 @@ def draw(
     compared: dict[str, list[Comparison]],
     streams: list[Record],
     levels: list[Record],
+    updates: list[Record],
     long_runs: list[Course],
     folder: Path,
 ) -> None:
-    """Writes quality-curves.svg, -intervals.svg, -bytes.svg, -streams.svg, -levels.svg, -course.svg and -drift.svg.
+    """Writes quality-NAME.svg for curves, intervals, bytes, streams, levels, updates, course and drift.
 
     Leaves those without data as they are.
     """
@@ -80,6 +81,8 @@ def draw(
             _save(_streams(streams), folder / "quality-streams.svg")
         if levels:
             _save(_levels(levels), folder / "quality-levels.svg")
+        if updates:
+            _save(_updates(updates), folder / "quality-updates.svg")
         if long_runs:
             _save(_course(long_runs), folder / "quality-course.svg")
             _save(_drift(long_runs), folder / "quality-drift.svg")
@@ -228,6 +231,19 @@ def _levels(lines: list[Record]) -> Any:
         _log_ticks(panel, _LEVEL_TICKS)
         panel.set(xscale="log", ylim=_LEVELS, xlabel="steps", ylabel="ratio of norms")
         _step_ticks(panel, usual[0]["steps"])
+    _legend(figure)
+    return figure
+
+
+def _updates(lines: list[Record]) -> Any:
+    """Mean of |update| over float32's over the steps, a line per optimizer."""
+    figure, panels = _panels([""], 5.2, 2.6, columns=1)
+    panel = next(panels)
+    panel.axhline(1, color=_GREY, lw=0.8)
+    for line in lines:
+        name = line["optimizer"]
+        panel.plot(line["steps"], line["ratios"], color=_colour(name), lw=1.2, label=choice_of(name).label)
+    panel.set(ylim=(0.95, 1.05), xlabel="steps", ylabel="size of updates, over float32's")
     _legend(figure)
     return figure
 

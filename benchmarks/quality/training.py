@@ -48,7 +48,7 @@ def train(
     for step in range(1, task.steps + 1):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             _set_lr(group, peak * lr_factor(step, task.steps))
-        losses.append(_gradients(task, problem, model, seed, step))
+        losses.append(gradients(task, problem, model, seed, step))
         if not math.isfinite(losses[-1]):
             break
         if task.clip is not None:
@@ -86,7 +86,7 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def _gradients(task: Task, problem: Problem, model: nn.Module, seed: int, step: int) -> float:
+def gradients(task: Task, problem: Problem, model: nn.Module, seed: int, step: int) -> float:
     """Adds up the gradients of a step's micro-batches, up to the first without a finite loss.
 
     Returns:

@@ -37,8 +37,8 @@ struct CudaCall {
 };
 
 // Blocks of this size in a usual format have kernels of their own: one for whole, aligned blocks (step/cuda_aligned.h),
-// and one for blocks of rows of any length (step/cuda_staged.h).
-constexpr int kAlignedBlock = 128;
+// which may also be larger, and one for blocks of rows of any length (step/cuda_staged.h).
+constexpr int kAlignedBlock = 128, kLargestAlignedBlock = 512;
 constexpr int kMaxTaskBlocks = 8192 / kAlignedBlock;  // blocks of a task, of this size
 
 // The formats of weights and gradients of such blocks.

@@ -1,7 +1,8 @@
-// The step of whole blocks of 128 elements that lie one after the other, aligned, in a usual format: a block per eight
-// lanes, sixteen elements per lane, copied asynchronously into a ring in shared memory one or two turns ahead.
+// The step of whole blocks of 128, 256 or 512 elements that lie one after the other, aligned, in a usual format: sixteen
+// elements per lane, 128 elements per eight lanes, copied asynchronously into a ring in shared memory one or two turns
+// ahead.
 //
-// A turn of a warp is four blocks. A turn whose unsigned codes are not all above zero takes some more instructions. A
+// A turn of a warp is 512 elements. A turn whose unsigned codes are not all above zero takes some more instructions. A
 // turn with numbers out of the ordinary or updates that would be lost is left to WarpStepper as a whole: lanes store
 // nothing before all lanes know that the turn has none of these.
 #pragma once
@@ -12,9 +13,8 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-constexpr int kBlockLanes = kAlignedBlock / kEach;  // lanes of a block
-constexpr int kTurnBlocks = kWarp / kBlockLanes;    // blocks of a turn
-constexpr int kTurn = kTurnBlocks * kAlignedBlock;  // elements of a turn
+constexpr int kBlockLanes = kAlignedBlock / kEach;  // lanes of a block, at least
+constexpr int kTurn = kWarp * kEach;                // elements of a turn
 
 template <class Rule, class Codec, WeightFormat kWeight, DType kGradient>
 class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
@@ -72,9 +72,13 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
 
   SHARDOPT_DEVICE AlignedStepper(const KernelRow& kernel_row, const Prepared<Rule>& prepared, const Table& table,
                                  int64_t first_block, Ring& ring)
-      : Arithmetic(prepared, table), lane_(static_cast<int>(threadIdx.x) % kWarp) {
-    const int64_t block = first_block + lane_ / kBlockLanes;
-    const int64_t element = block * kAlignedBlock + lane_ % kBlockLanes * kPart;
+      : Arithmetic(prepared, table),
+        lane_(static_cast<int>(threadIdx.x) % kWarp),
+        block_lanes_(kernel_row.block_size / kEach),
+        turn_blocks_(kTurn / kernel_row.block_size) {
+    const int64_t block = first_block + lane_ / block_lanes_;
+    const int64_t first = first_block * kernel_row.block_size + lane_ / kBlockLanes * kAlignedBlock;
+    const int64_t element = first + lane_ % kBlockLanes * kPart;
     for (int i = 0; i < kStages; ++i) inputs_[i] = ring[i].of(lane_);
     high_ = at<High>(kernel_row.param, element);
     gradient_ = at<Gradient>(kernel_row.gradient, element);
@@ -168,7 +172,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       for (int h = 0; h < kParts; ++h)
         __pipeline_memcpy_async(&to.codes[h][k], codes_[k] + ahead * kTurn + part(h), sizeof to.codes[h][k]);
     }
-    const int blocks = ahead * kTurnBlocks;
+    const int blocks = ahead * turn_blocks_;
     if constexpr (kHasUnsigned) {
       __pipeline_memcpy_async(&to.unsigned_scales, unsigned_scales_ + blocks * Unsigned::kScales,
                               sizeof to.unsigned_scales);
@@ -182,8 +186,8 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     if constexpr (kHasLow) low_ += kTurn;
 #pragma unroll
     for (int k = 0; k < kMoments; ++k) codes_[k] += kTurn;
-    if constexpr (kHasUnsigned) unsigned_scales_ += kTurnBlocks * Unsigned::kScales;
-    signed_scales_ += kTurnBlocks * Signed::kScales;
+    if constexpr (kHasUnsigned) unsigned_scales_ += turn_blocks_ * Unsigned::kScales;
+    signed_scales_ += turn_blocks_ * Signed::kScales;
     dither_ = dither_.from(kTurn);
     if constexpr (kWeight == WeightFormat::kBFloat16Stochastic) noise_.first += kTurn;
   }
@@ -231,7 +235,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     round(weight, high, low);
     float largest = 0.0f;
     if constexpr (kHasUnsigned) {
-      const Extremes e = Arithmetic::template agreed<kBlockLanes, kZeros>(found_);
+      const Extremes e = Arithmetic::template agreed<kBlockLanes, kZeros>(found_, block_lanes_);
       usual = usual && Unsigned::is_even(e);
       Unsigned::measure(e, unsigned_scales);
       const Unsigned coder(unsigned_scales, table_, quick_reciprocal(Unsigned::inverted(unsigned_scales)));
@@ -253,7 +257,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) largest = larger(largest, fabsf(moment[i]));
-    largest = Arithmetic::template agreed<kBlockLanes>(largest);
+    largest = Arithmetic::template agreed<kBlockLanes>(largest, block_lanes_);
     usual = usual && largest < kLargestQuickMoment;  // false for NaN, too
     if (!__all_sync(0xffffffffu, usual)) return false;
     Signed::measure({bits(largest), 0}, signed_scales);
@@ -268,7 +272,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
       if constexpr (kHasUnsigned) store_streaming(codes_[kUnsigned] + part(h), unsigned_codes[h]);
       store_streaming(codes_[kSigned] + part(h), signed_codes[h]);
     }
-    if (lane_ % kBlockLanes == 0) {
+    if ((lane_ & (block_lanes_ - 1)) == 0) {
       if constexpr (kHasUnsigned) {
         UnsignedScales scales;
         for (int i = 0; i < Unsigned::kScales; ++i) scales.x[i] = unsigned_scales[i];
@@ -315,7 +319,7 @@ class AlignedStepper : BlockArithmetic<Rule, Codec, kWeight, kGradient> {
     }
   }
 
-  const int lane_;
+  const int lane_, block_lanes_, turn_blocks_;
   Inputs* inputs_[kStages];  // the lane's inputs of this turn and the following turns
   High* high_;
   const Gradient* gradient_;

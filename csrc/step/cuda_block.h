@@ -113,28 +113,34 @@ class BlockArithmetic {
            found.high < static_cast<uint32_t>(root_limit_);
   }
 
-  // The extremes of a block's unsigned moment, given to all kLanes lanes of the block.
+  // The extremes of a block's unsigned moment, given to all lanes of the block: kLanes, or `lanes` if they are more.
   template <int kLanes, bool kZeros>
-  SHARDOPT_DEVICE static Extremes agreed(const Found& found) {
+  SHARDOPT_DEVICE static Extremes agreed(const Found& found, int lanes = kLanes) {
     Extremes e = {static_cast<int32_t>(found.high), static_cast<int32_t>(found.low)};
     if (kZeros) e.low = static_cast<int32_t>(min(found.low, uint32_t{kInfinityBits} - 1u)) + 1;
     if (!Codec::kRoot) e = {found.largest_unsigned, 0};
-#pragma unroll
-    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+    const auto exchange_with = [&](int lane_bit) {
       e.high = max_int(e.high, exchange(e.high, lane_bit));
       if (Unsigned::kMeasuresSmallest) e.low = min_int(e.low, exchange(e.low, lane_bit));
-    }
+    };
+#pragma unroll
+    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) exchange_with(lane_bit);
+#pragma unroll 1
+    for (int lane_bit = kLanes; lane_bit < lanes; lane_bit *= 2) exchange_with(lane_bit);
     e.low = kInfinityBits - e.low;
     return e;
   }
 
-  // The largest number of a block, given to all kLanes lanes of the block.
+  // The largest number of a block, given to all lanes of the block.
   template <int kLanes>
-  SHARDOPT_DEVICE static float agreed(float largest) {
-#pragma unroll
-    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) {
+  SHARDOPT_DEVICE static float agreed(float largest, int lanes = kLanes) {
+    const auto exchange_with = [&](int lane_bit) {
       largest = larger(largest, float_from_bits(exchange(bits(largest), lane_bit)));
-    }
+    };
+#pragma unroll
+    for (int lane_bit = 1; lane_bit < kLanes; lane_bit *= 2) exchange_with(lane_bit);
+#pragma unroll 1
+    for (int lane_bit = kLanes; lane_bit < lanes; lane_bit *= 2) exchange_with(lane_bit);
     return largest;
   }
 

@@ -103,8 +103,9 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
                                  typename Stepper::Ring& ring) {
   const KernelRow& kernel_row = call.kernel_rows[task.kernel_row];
   const Prepared<Rule>& prepared = *prepared_of<Rule>(call, task.kernel_row);
-  const int turns = Stepper::is_aligned(kernel_row) ? task.blocks / kTurnBlocks : 0;
-  static_assert(kMaxTaskBlocks <= 32 * kTurnBlocks, "a bit per turn");
+  const int turn_blocks = kTurn / kernel_row.block_size;
+  const int turns = Stepper::is_aligned(kernel_row) ? task.blocks / turn_blocks : 0;
+  static_assert(kMaxTaskBlocks * kAlignedBlock <= 32 * kTurn, "a bit per turn");
   uint32_t left = 0;  // a bit per turn that the stepper left unchanged
   Stepper stepper(kernel_row, prepared, table, task.first_block, ring);
   stepper.begin(turns);
@@ -113,8 +114,8 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
     if (!stepper.step(turns - turn)) left |= 1u << turn;
   }
   int skipped = 0;
-  for (int turn = 0; turn * kTurnBlocks < task.blocks; ++turn) {
-    const int first = turn * kTurnBlocks, blocks = min_int(kTurnBlocks, task.blocks - first);
+  for (int turn = 0; turn * turn_blocks < task.blocks; ++turn) {
+    const int first = turn * turn_blocks, blocks = min_int(turn_blocks, task.blocks - first);
     if (turn < turns && !(left >> turn & 1)) continue;
     const CudaTask rest{task.first_block + first, task.kernel_row, blocks};
     skipped += step_task<Rule, Codec, true>(rest, kernel_row, prepared, call.tables[kernel_row.codec], Phase::kStep);

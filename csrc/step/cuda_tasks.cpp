@@ -27,10 +27,23 @@ bool has_kernel(int rule, int codec, int format, tasks::List<Codec...>) {
   return has[codec];
 }
 
+// Whether the kernel row has whole blocks, one after the other, and aligned addresses. Addresses may change from step
+// to step: the kernels check them again.
+bool is_aligned(const KernelRow& kernel_row) {
+  const int64_t size = kernel_row.block_size;
+  const bool contiguous = kernel_row.rows == 1 ||
+                          (kernel_row.row_stride == kernel_row.cols && kernel_row.global_row_numel == kernel_row.cols &&
+                           kernel_row.scales_row_stride * size == kernel_row.cols);
+  const uint64_t codes = kernel_row.codes[0] | kernel_row.codes[1],
+                 scales = kernel_row.scales[0] | kernel_row.scales[1];
+  return contiguous && kernel_row.cols % size == 0 && kAlignedBlock <= size && size <= kLargestAlignedBlock &&
+         (kernel_row.param | kernel_row.gradient | kernel_row.low_bits) % 16 == 0 && codes % 8 == 0 && scales % 8 == 0;
+}
+
 // The kernel row's format in kAlignedFormats if its blocks have kernels of their own; -1 otherwise.
 int format_of(const KernelRow& kernel_row, int rule) {
-  if (kernel_row.cut || kernel_row.block_size != kAlignedBlock || kernel_row.rows == 0 || kernel_row.cols == 0)
-    return -1;
+  if (kernel_row.cut || kernel_row.rows == 0 || kernel_row.cols == 0) return -1;
+  if (kernel_row.block_size != kAlignedBlock && !is_aligned(kernel_row)) return -1;
   // Staging would take short blocks that do not lie one after the other one by one.
   if (kernel_row.row_stride != kernel_row.cols && kernel_row.rows > 1 && kernel_row.cols < kAlignedBlock) return -1;
   for (int i = 0; i < kAlignedFormatCount; ++i) {
@@ -39,18 +52,6 @@ int format_of(const KernelRow& kernel_row, int rule) {
       return has_kernel(rule, kernel_row.codec, i, tasks::Codecs{}) ? i : -1;
   }
   return -1;
-}
-
-// Whether the kernel row has whole blocks, one after the other, and aligned addresses. Addresses may change from step
-// to step: the kernels check them again.
-bool is_aligned(const KernelRow& kernel_row) {
-  const bool contiguous = kernel_row.rows == 1 ||
-                          (kernel_row.row_stride == kernel_row.cols && kernel_row.global_row_numel == kernel_row.cols &&
-                           kernel_row.scales_row_stride * kAlignedBlock == kernel_row.cols);
-  const uint64_t codes = kernel_row.codes[0] | kernel_row.codes[1],
-                 scales = kernel_row.scales[0] | kernel_row.scales[1];
-  return contiguous && kernel_row.cols % kAlignedBlock == 0 &&
-         (kernel_row.param | kernel_row.gradient | kernel_row.low_bits) % 16 == 0 && codes % 8 == 0 && scales % 8 == 0;
 }
 
 // The number of blocks of a staged task: whole chunks and, if a task has room for any, whole rows.

@@ -153,7 +153,8 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     results = tmp_path / "results"
     options = ["--mode", "quick", "--workers", "2", "--results", str(results)]
     _script("run.py", *options, "--seeds", "2")
-    assert {path.stem for path in results.glob("*.jsonl")} == {*TASKS, "streams", "levels"}
+    _script("updates.py", "--steps", "250", "--results", str(results))
+    assert {path.stem for path in results.glob("*.jsonl")} == {*TASKS, "streams", "levels", "updates"}
     for task in TASKS:
         lines = records.read(results / f"{task}.jsonl")
         assert {line["seed"] for line in lines} == {0, 1}
@@ -167,7 +168,8 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     _script("report.py", "--results", str(results), "--docs", str(tmp_path))
     assert (tmp_path / "quality.md").read_text() != page
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        f"quality-{name}.svg" for name in ("curves", "intervals", "bytes", "streams", "levels", "course", "drift")
+        f"quality-{name}.svg"
+        for name in ("curves", "intervals", "bytes", "streams", "levels", "updates", "course", "drift")
     }
 
 

@@ -189,7 +189,7 @@ def test_weight_formats_and_cut_blocks(interpreted: ModuleType, rule: str, codec
 
 
 def test_a_launch_per_format(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aligned and staged blocks are stepped by the same one; other block sizes by the rule's general kernel."""
+    """Aligned and staged blocks are stepped by the same one, and larger aligned blocks, too; others by the general one."""
     batches: list[Any] = []
 
     def spy(**call: Any) -> None:
@@ -201,10 +201,12 @@ def test_a_launch_per_format(interpreted: ModuleType, monkeypatch: pytest.Monkey
     shapes = (*ALIGNED, (3, 130), (70, 33))
     for block_size in (128, 64):
         run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
-    ((_, _, usual, begin, staged, end),), ((_, _, other, *_),) = batches
+    run("adamw", "log8", start(BF16, ((9, 512),)), [gradients(1, BF16, ((9, 512),))], block_size=256)
+    ((_, _, usual, begin, staged, end),), ((_, _, other, *_),), ((_, _, larger, *_),) = batches
     assert usual >= 0
     assert begin < staged < end
     assert other == -1
+    assert larger == usual
 
 
 def test_captured_steps_between_others(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +233,7 @@ OTHER_SIZES = [
     ("muon", "fp32", "fp32", tuple((2 + n // 25, 2 + n % 25) for n in range(LAUNCHED + 20)), 128),
     *(("repaid_adamw", "companded8", weights, SHAPES, n) for weights, n in (("fp32", 16), ("bf16+8", 1024))),
     *(("repaid_adamw", "log8", "bf16+16", SHAPES, n) for n in (128, 1024)),
+    *(("adamw", "log8", weights, ((9, 1024), (2, 512), (513,)), n) for weights in ALIGNED_FORMATS for n in (256, 512)),
 ]
 
 
