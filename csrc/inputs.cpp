@@ -1,10 +1,9 @@
 #include "inputs.h"
 
-#include <limits>
-
 #include <structmember.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>

@@ -1,6 +1,6 @@
-// The step of whole blocks of 128, 256 or 512 elements that lie one after the other, aligned, in a usual format: sixteen
-// elements per lane, 128 elements per eight lanes, copied asynchronously into a ring in shared memory one or two turns
-// ahead.
+// The step of whole blocks of 128, 256 or 512 elements that lie one after the other, aligned, in a usual format:
+// sixteen elements per lane, 128 elements per eight lanes, copied asynchronously into a ring in shared memory one or
+// two turns ahead.
 //
 // A turn of a warp is 512 elements. A turn whose unsigned codes are not all above zero takes some more instructions. A
 // turn with numbers out of the ordinary or updates that would be lost is left to WarpStepper as a whole: lanes store

@@ -189,7 +189,7 @@ def test_weight_formats_and_cut_blocks(interpreted: ModuleType, rule: str, codec
 
 
 def test_a_launch_per_format(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aligned and staged blocks are stepped by the same one, and larger aligned blocks, too; others by the general one."""
+    """Aligned blocks, larger ones too, and staged ones are stepped by the same one; others by the general one."""
     batches: list[Any] = []
 
     def spy(**call: Any) -> None:
