@@ -6,8 +6,8 @@
 
 SHARDOPT_BEGIN_NAMESPACE
 
-// The magnitudes of the map, counted from zero: zero, seven decades of evenly spaced values, one. `place` interpolates
-// between them.
+// The magnitudes of the map, counted from zero: zero, seven decades of evenly spaced values, one. `position`
+// interpolates between them.
 struct DynamicMap {
   // The table has the codes' values. Then, for each of eight parts, which begin at zero and at each decade's first
   // value: the place where the next part begins; the slope and offset of the part's line; two thirds of the index of
@@ -22,7 +22,7 @@ struct DynamicMap {
   // Spaces grow fivefold from decade to decade, so that across the space between two decades the index grows by a third
   // of what the lower line says.
   template <class F>
-  SHARDOPT_HD static F place(const float* table, F y) {
+  SHARDOPT_HD static F position(const float* table, F y) {
     using I = IntOf<F>;
     const F octaves = to_float(max_int(bits(y), spread<I>(kSmallest)));
     const I before = bits(fma(octaves, spread<F>(kPartsPerBit), spread<F>(kWhole - kPartsBelow)));
@@ -62,7 +62,7 @@ struct Dynamic8 {
     template <class F>
     SHARDOPT_HD IntOf<F> encode(F x, IntOf<F>) const {
       using I = IntOf<F>;
-      const I index = round_to_int(DynamicMap::place(table, magnitude(x) * inverse)), sign = bits(x) >> 31;
+      const I index = round_to_int(DynamicMap::position(table, magnitude(x) * inverse)), sign = bits(x) >> 31;
       return max_int((index ^ sign) - sign, spread<I>(-127)) + 127;  // the map has 1 but not -1
     }
   };
@@ -78,7 +78,7 @@ struct Dynamic8 {
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode_above_zero(F x, IntOf<F> random) const {
-      return random_code_above_zero(DynamicMap::place(table, x * inverse) + random_base<F>(random));
+      return random_code_above_zero(DynamicMap::position(table, x * inverse) + random_base<F>(random));
     }
 
     template <class I>

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "step/cpu_call.h"
-#include "step/cpu_place.h"
+#include "step/cpu_operands.h"
 #include "step/cpu_run.h"
 
 SHARDOPT_BEGIN_NAMESPACE
@@ -24,7 +24,7 @@ class BlockStepper {
   using Unsigned = typename Codec::Unsigned;
   using Signed = typename Codec::Signed;
   using Block = shardopt::SHARDOPT_TARGET::Block<Code, kMoments>;
-  using Place = shardopt::SHARDOPT_TARGET::Place<Code, kMoments>;
+  using Operands = BlockOperands<Code, kMoments>;
   using F = Floats<kPack>;
   using I = Ints<kPack>;
   static constexpr bool kHasSigned = kMoments > (kUnsigned >= 0);
@@ -78,7 +78,7 @@ class BlockStepper {
       skipped = update_all<false>(waiting.blocks, count, n);
     }
     if constexpr (kBlockwise) encode(n);
-    for (int b = 0; b < stepped_; ++b) copies_.give_back(*blocks_[b], formats_, places_[b]);
+    for (int b = 0; b < stepped_; ++b) copies_.give_back(*blocks_[b], formats_, operands_[b]);
     return skipped;
   }
 
@@ -103,13 +103,13 @@ class BlockStepper {
     return any(largest >= kLargeBits);
   }
 
-  SHARDOPT_HD bool has_large(const Place& place, int n) const {
+  SHARDOPT_HD bool has_large(const Operands& operands, int n) const {
     static_assert(!kHasGain<Rule>, "look at the gradient times the gain");
     if (propagates_) return false;
-    if (any_large(place.gradient, gradient_scale_, n)) return true;
+    if (any_large(operands.gradient, gradient_scale_, n)) return true;
     if constexpr (kHasCoupledDecay<Rule>) {
       const float gain = gains_of(rule_).param;
-      return gain != 0.0f && any_large(place.weight, gain, n);
+      return gain != 0.0f && any_large(operands.weight, gain, n);
     }
     return false;
   }
@@ -132,14 +132,14 @@ class BlockStepper {
     stepped_ = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < count; ++b) {
-      Place& place = places_[stepped_];
-      copies_.template take<kStep>(place, blocks[b], formats_, stepped_ * n, n, kZeroCode);
-      if (has_large(place, n)) {
+      Operands& operands = operands_[stepped_];
+      copies_.template take<kStep>(operands, blocks[b], formats_, stepped_ * n, n, kZeroCode);
+      if (has_large(operands, n)) {
         skipped += step_runs(call_, kernel_row_, blocks[b].index, blocks[b].index + 1);
         continue;
       }
       blocks_[stepped_] = &blocks[b];
-      update<kZeros>(blocks[b], place, n, stepped_++);
+      update<kZeros>(blocks[b], operands, n, stepped_++);
     }
     return skipped;
   }
@@ -147,7 +147,7 @@ class BlockStepper {
   // Reads the block, applies the rule and writes the weights. Keeps the new moments and, if the codec has no blocks,
   // encodes them. kZeros: unsigned codes may be zero.
   template <bool kZeros>
-  SHARDOPT_HD void update(const Block& block, const Place& place, int n, int b) {
+  SHARDOPT_HD void update(const Block& block, const Operands& operands, int n, int b) {
     const Rule rule = rule_;
     const Unsigned unsigned_coder(kUnsigned >= 0 ? scales<Unsigned>(kUnsigned, block) : kNoScales, table_);
     const Signed signed_coder(kHasSigned ? scales<Signed>(kSigned, block) : kNoScales, table_);
@@ -158,10 +158,10 @@ class BlockStepper {
     Code* from[kMoments + 1];
     for (int k = 0; k < kMoments; ++k) {
       to[k] = kept(b, k, n);
-      from[k] = place.codes[k];
+      from[k] = operands.codes[k];
     }
-    float* const weights = place.weight;
-    const float* const gradients = place.gradient;
+    float* const weights = operands.weight;
+    const float* const gradients = operands.gradient;
     const float gradient_scale = gradient_scale_;
     for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
       F moment[kMoments + 1], root{};
@@ -242,7 +242,7 @@ class BlockStepper {
     for (int b = 0; b < stepped_; ++b) {
       const Unsigned coder(scales[b], table_);
       const Block& block = *blocks_[b];
-      Code* const codes = places_[b].codes[kUnsigned];
+      Code* const codes = operands_[b].codes[kUnsigned];
       F *const roots = kept(b, kUnsigned, n), *const moments = kept(b, kSigned, n);
       LaneExtremes extremes = LaneExtremes::none();
       for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
@@ -282,7 +282,7 @@ class BlockStepper {
         for (int b = 0; b < stepped_; ++b) {
           const Unsigned coder(unsigned_scale[b], table_);
           const Block& block = *blocks_[b];
-          Code* const codes = places_[b].codes[kUnsigned];
+          Code* const codes = operands_[b].codes[kUnsigned];
           const F* const roots = kept(b, kUnsigned, n);
           for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
             store_lanes(codes + i, coder.encode(roots[pack], random_at(block, i)));
@@ -301,8 +301,8 @@ class BlockStepper {
       for (int b = 0; b < stepped_; ++b) {
         const Signed coder(signed_scale[b], table_);
         const Block& block = *blocks_[b];
-        Code* const to = places_[b].codes[kSigned];
-        float* const weights = places_[b].weight;
+        Code* const to = operands_[b].codes[kSigned];
+        float* const weights = operands_[b].weight;
         const F *const moments = kept(b, kSigned, n), *const units = kRepays ? kept(b, kUnsigned, n) : nullptr;
         for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
           const F x = moments[pack];
@@ -347,7 +347,7 @@ class BlockStepper {
   // The blocks that are being stepped: those of a call of `step` that have no large numbers.
   int stepped_ = 0;
   const Block* blocks_[kTogether];
-  Place places_[kTogether];
+  Operands operands_[kTogether];
   LaneExtremes extremes_[kTogether][kMoments + 1];
   native::UnsignedInts smallest_root_[kTogether];  // lane by lane, as bits; if kTellsZeros
   F kept_[kMoments][kMost / kStep];                // of all blocks: see `kept`

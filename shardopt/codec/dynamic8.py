@@ -40,7 +40,7 @@ class Lines(NamedTuple):
     as the space between two decades is three of the lower one's: always the lesser of both. Beyond the last decade it
     is ``top[0] * y + top[1]``.
 
-    Within a decade the map's values are evenly spaced but for rounding: rounded, a place may be a neighbour of the
+    Within a decade the map's values are evenly spaced but for rounding: rounded, a position may be a neighbour of the
     nearest value's index only within 2**-15 of the spacing from the middle between both.
     """
 
@@ -92,14 +92,14 @@ class Dynamic8(Codec):
         line = Lines(*(values.to(x.device) for values in self._maps[signed][1]))
         y = x.abs() * units_in(1, scales)
         part = torch.bucketize(y, line.starts)
-        place = fma(y, line.slopes[part], line.offsets[part])
-        place = torch.minimum(place, fma(place, float32(1 / 3), line.knees[part]))
-        place = torch.maximum(place, fma(y, line.top[0], line.top[1]))
+        position = fma(y, line.slopes[part], line.offsets[part])
+        position = torch.minimum(position, fma(position, float32(1 / 3), line.knees[part]))
+        position = torch.maximum(position, fma(y, line.top[0], line.top[1]))
         if signed:
-            index = torch.round(place).int()
+            index = torch.round(position).int()
             q = 127 + torch.where(x < 0, -index.clamp(max=127), index)  # there is a 1 but no -1
         else:
-            index = torch.round(place).int() if random is None else random_codes(place, float32(1), random)
+            index = torch.round(position).int() if random is None else random_codes(position, float32(1), random)
             q = torch.where(x > 0, index.clamp(min=1), 0)
         return q.to(torch.uint8)
 

@@ -1,4 +1,4 @@
-// The place of a block in memory, as floats in whole packs where it is not so already.
+// The operands of a block: in the tensors, or copied to floats in whole packs.
 #pragma once
 
 #include "step/cpu_passes.h"
@@ -18,7 +18,7 @@ struct Block {
 
 // Where a kernel reads and writes a block: in the tensors or, converted and filled up to whole packs, in copies.
 template <class Code, int kMoments>
-struct Place {
+struct BlockOperands {
   float* weight;
   const float* gradient;
   Code* codes[kMoments + 1];
@@ -30,16 +30,16 @@ struct alignas(64) BlockCopies {
   float weights[kMost], gradient[kMost];
   Code codes[kArrays][kMost];
 
-  // Finds or makes the place of a block, copies at element `begin`. padded: the block's elements and fewer than kStep
+  // Finds the operands of a block; copies begin at element `begin`. padded: the block's elements and fewer than kStep
   // more, which are zero. zero_codes: the moments' codes of zero.
   template <int kStep>
-  SHARDOPT_HD void take(Place<Code, kMoments>& place, const Block<Code, kMoments>& block, const Formats& formats,
-                        int begin, int padded, const Code* zero_codes) {
+  SHARDOPT_HD void take(BlockOperands<Code, kMoments>& operands, const Block<Code, kMoments>& block,
+                        const Formats& formats, int begin, int padded, const Code* zero_codes) {
     const bool is_whole = block.n == padded;
     const auto bytes = [&](auto size) { return size * static_cast<uint64_t>(block.n); };
-    place.weight = reinterpret_cast<float*>(block.weights.words);
-    place.gradient = reinterpret_cast<const float*>(block.gradient);
-    for (int k = 0; k < kMoments; ++k) place.codes[k] = block.codes[k];
+    operands.weight = reinterpret_cast<float*>(block.weights.words);
+    operands.gradient = reinterpret_cast<const float*>(block.gradient);
+    for (int k = 0; k < kMoments; ++k) operands.codes[k] = block.codes[k];
     if (!is_whole) {
       __builtin_memset(weights + begin + padded - kStep, 0, 4 * kStep);
       __builtin_memset(gradient + begin + padded - kStep, 0, 4 * kStep);
@@ -47,32 +47,32 @@ struct alignas(64) BlockCopies {
         for (int i = begin + padded - kStep; i < begin + padded; ++i) codes[k][i] = zero_codes[k];
         copy_bytes(codes[k] + begin, block.codes[k], bytes(sizeof(Code)));
       }
-      for (int k = 0; k < kMoments; ++k) place.codes[k] = codes[kArrays == 1 ? 0 : k] + begin;
+      for (int k = 0; k < kMoments; ++k) operands.codes[k] = codes[kArrays == 1 ? 0 : k] + begin;
     }
     if (formats.weight != WeightFormat::kFloat32) {
-      load_weights(place.weight = weights + begin, block.weights, formats.weight, block.n);
+      load_weights(operands.weight = weights + begin, block.weights, formats.weight, block.n);
     } else if (!is_whole) {
-      copy_bytes(place.weight = weights + begin, block.weights.words, bytes(sizeof(float)));
+      copy_bytes(operands.weight = weights + begin, block.weights.words, bytes(sizeof(float)));
     }
     if (formats.gradient != DType::kFloat32) {
       load_gradient(gradient + begin, block.gradient, formats.gradient, block.n);
-      place.gradient = gradient + begin;
+      operands.gradient = gradient + begin;
     } else if (!is_whole) {
       copy_bytes(gradient + begin, block.gradient, bytes(sizeof(float)));
-      place.gradient = gradient + begin;
+      operands.gradient = gradient + begin;
     }
   }
 
   // Writes what was copied back to the block.
   SHARDOPT_HD void give_back(const Block<Code, kMoments>& block, const Formats& formats,
-                             const Place<Code, kMoments>& place) const {
+                             const BlockOperands<Code, kMoments>& operands) const {
     if (formats.weight != WeightFormat::kFloat32) {
-      store_weights(block.weights, place.weight, formats.weight, block.n);
-    } else if (place.codes[0] != block.codes[0]) {
-      copy_bytes(block.weights.words, place.weight, sizeof(float) * static_cast<uint64_t>(block.n));
+      store_weights(block.weights, operands.weight, formats.weight, block.n);
+    } else if (operands.codes[0] != block.codes[0]) {
+      copy_bytes(block.weights.words, operands.weight, sizeof(float) * static_cast<uint64_t>(block.n));
     }
-    for (int k = 0; k < kArrays && place.codes[0] != block.codes[0]; ++k) {
-      copy_bytes(block.codes[k], place.codes[k], sizeof(Code) * static_cast<uint64_t>(block.n));
+    for (int k = 0; k < kArrays && operands.codes[0] != block.codes[0]; ++k) {
+      copy_bytes(block.codes[k], operands.codes[k], sizeof(Code) * static_cast<uint64_t>(block.n));
     }
   }
 };
