@@ -118,7 +118,10 @@ SHARDOPT_DEVICE int step_aligned(const CudaCall& call, const CudaTask& task, con
     const int first = turn * turn_blocks, blocks = min_int(turn_blocks, task.blocks - first);
     if (turn < turns && !(left >> turn & 1)) continue;
     const CudaTask rest{task.first_block + first, task.kernel_row, blocks};
-    skipped += step_task<Rule, Codec, true>(rest, kernel_row, prepared, call.tables[kernel_row.codec], Phase::kStep);
+    const float* codec_table = call.tables[kernel_row.codec];
+    skipped += kernel_row.block_size <= kChunk
+                   ? step_task<Rule, Codec, true>(rest, kernel_row, prepared, codec_table, Phase::kStep)
+                   : step_task<Rule, Codec, false>(rest, kernel_row, prepared, codec_table, Phase::kStep);
   }
   return skipped;
 }

@@ -71,7 +71,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     front = (tmp_path / "index.html").read_text()
-    assert "figures/memory.svg" in front
+    assert "figures/front.svg" in front
     assert "quickstart/" in front
     api = (tmp_path / "api" / "index.html").read_text()
     assert "AdamW8bit" in api

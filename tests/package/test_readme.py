@@ -64,7 +64,7 @@ def test_snippet(programs: Programs, snippet: str, tmp_path: Path) -> None:
 
 def test_first_screen_says_what_it_is() -> None:
     first = "\n".join(README.read_text().splitlines()[:55])
-    for needed in ("bytes per parameter", "pip install", "fully_shard", "**Works:**", "**Not yet:**"):
+    for needed in ("bytes per parameter", "pip install", "fully_shard", "**Status:**", "not run on a GPU"):
         assert needed in first
 
 
