@@ -78,7 +78,8 @@ struct Dynamic8 {
 
     template <class F>
     SHARDOPT_HD IntOf<F> encode_above_zero(F x, IntOf<F> random) const {
-      return random_code_above_zero(DynamicMap::position(table, x * inverse) + random_base<F>(random));
+      const auto y = min_int(bits(x * inverse), spread<IntOf<F>>(bits(1.0f)));  // a tiny inverse is rounded coarsely
+      return random_code_above_zero(DynamicMap::position(table, float_from_bits(y)) + random_base<F>(random));
     }
 
     template <class I>

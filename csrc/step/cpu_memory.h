@@ -55,22 +55,24 @@ SHARDOPT_HD Floats<kPack> load_floats(const char* from, DType dtype, int i) {
   }
 }
 
-// Whether one of `n` codes is zero; n: a multiple of a vector's bytes.
+// Whether one of `n` codes is zero.
 SHARDOPT_HD bool any_zero(const uint8_t* codes, int n) {
 #if defined(SHARDOPT_FINDS_ZERO_BYTES)
-  native::Bytes least;
-  __builtin_memcpy(&least, codes, sizeof least);
-  for (int i = sizeof least; i < n; i += static_cast<int>(sizeof least)) {
-    native::Bytes y;
-    __builtin_memcpy(&y, codes + i, sizeof y);
-    least = native::min_byte(least, y);
+  constexpr int kBytes = sizeof(native::Bytes);
+  if (n % kBytes == 0) {
+    native::Bytes least;
+    __builtin_memcpy(&least, codes, kBytes);
+    for (int i = kBytes; i < n; i += kBytes) {
+      native::Bytes y;
+      __builtin_memcpy(&y, codes + i, kBytes);
+      least = native::min_byte(least, y);
+    }
+    return native::any_zero(least);
   }
-  return native::any_zero(least);
-#else
+#endif
   uint8_t least = 255;  // the compiler makes a vector of it
   for (int i = 0; i < n; ++i) least = codes[i] < least ? codes[i] : least;
   return least == 0;
-#endif
 }
 
 // Inline: most copies are short and as long as the previous copy, so that their branches are predicted.

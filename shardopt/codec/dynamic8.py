@@ -90,7 +90,7 @@ class Dynamic8(Codec):
 
     def encode(self, x: Tensor, scales: Tensor, random: Tensor | None = None, *, signed: bool) -> Tensor:
         line = Lines(*(values.to(x.device) for values in self._maps[signed][1]))
-        y = x.abs() * units_in(1, scales)
+        y = (x.abs() * units_in(1, scales)).clamp(max=1)  # a tiny reciprocal is rounded coarsely
         part = torch.bucketize(y, line.starts)
         position = fma(y, line.slopes[part], line.offsets[part])
         position = torch.minimum(position, fma(position, float32(1 / 3), line.knees[part]))

@@ -65,6 +65,7 @@ class GroupTables:
         self._tables = {key: table.copy() for key, table in self._tables.items() if not groups and key[1] is None}
         for table in self._tables.values():
             table["hyper"][list(rates), 0] = list(rates.values())  # every rule's first hyper-parameter
+            table["lr"][list(rates)] = 0
         return is_valid
 
     def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:

@@ -41,7 +41,8 @@ def test_log8_chooses_each_neighbour_as_often_as_its_distance_says() -> None:
 @pytest.mark.parametrize("codec", ["companded8", "dynamic8"])
 def test_whatever_the_random_bits_the_largest_of_a_block_and_zero_are_exact(codec: str) -> None:
     """Of blocks of many scales, and what is above zero never becomes zero."""
-    scales = torch.linspace(1, 2, 10_001)[:, None] * torch.tensor([1e-9, 1.0, 1e9]).repeat(3334)[:10_001, None]
+    units = [1e-9, 1.0, 1e9, 2.0**126 if codec == "dynamic8" else 2.0**63]  # roots are below 2^64
+    scales = torch.linspace(1, 1.99, 10_000)[:, None] * torch.tensor(units).repeat(2500)[:, None]
     x = scales * torch.tensor([1.0, 0.0, 1e-9])
     for random in (0, 2**32 - 1, *(ALL_SHARES[::9973].tolist())):
         codes = get_codec(codec).encode(x, scales, torch.full_like(x, random, dtype=torch.int64), signed=False)

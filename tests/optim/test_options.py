@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 import shardopt
-from helpers import CASES, everything, through_a_file
+from helpers import CASES, RULES, everything, through_a_file
 from ranks.layouts import values
 from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
@@ -242,23 +242,24 @@ def test_sequences_of_any_class_elsewhere() -> None:
     assert through_a_file(optimizer.state_dict())["param_groups"][0]["param_names"] == ["weight"]
 
 
-def split_groups(kind: str) -> ShardedOptimizer:
-    """An optimizer with a param group for each parameter."""
-    optimizer = make(kind)
-    (group,) = optimizer.param_groups
-    optimizer.param_groups[:] = [{**group, "params": [param]} for param in group["params"]]
-    return optimizer
+def split_groups(kind: type[ShardedOptimizer]) -> ShardedOptimizer:
+    """An optimizer with a param group for each matrix."""
+    return kind([{"params": [Parameter(values((48, 64), seed))]} for seed in range(3)])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "adan"])
-def test_new_learning_rates_of_some_groups_are_as_a_step_that_checks_everything(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [shardopt.AdamW8bit, shardopt.SGD8bit, shardopt.Muon8bit, shardopt.NorMuon8bit, shardopt.Prodigy8bit]
+)
+def test_new_learning_rates_of_some_groups_are_as_a_step_that_checks_everything(kind: type[ShardedOptimizer]) -> None:
     """Of rates that change in some groups or all, alone or beside an option, to a tensor and back."""
     assert all(rule["hyper"][0] == "lr" for rule in _C.rules.values())
     cached, fresh = split_groups(kind), split_groups(kind)
     for step in range(8):
         for optimizer in (cached, fresh):
             for index, group in enumerate(optimizer.param_groups):
-                if step % 4 == 1 or index == step % 3:
+                if kind is shardopt.Prodigy8bit:  # whose groups have one rate
+                    group["lr"] = 1 / (step + 1)
+                elif step % 4 == 1 or index == step % 3:
                     rate = 0.1 / (step + index + 1)
                     group["lr"] = torch.tensor(rate) if step == 3 else rate
             optimizer.param_groups[-1]["weight_decay"] = 0.1 * (step // 5)
@@ -267,8 +268,18 @@ def test_new_learning_rates_of_some_groups_are_as_a_step_that_checks_everything(
     assert_same(everything(cached), everything(fresh))
 
 
+@pytest.mark.parametrize("case", RULES)
+def test_learning_rates_reach_rules_as_they_are(case: str) -> None:
+    """Else a step after a new rate, which replaces it alone, would be wrong."""
+    optimizer = make(case)
+    (group,) = optimizer.param_groups
+    first, second = (optimizer.hyper({**group, "lr": lr}) for lr in (0.25, 0.5))
+    assert (first.pop("lr"), second.pop("lr")) == (0.25, 0.5)
+    assert first == second
+
+
 def test_a_rate_out_of_range_is_refused_and_nothing_changed() -> None:
-    optimizer = split_groups("adamw")
+    optimizer = split_groups(shardopt.AdamW8bit)
     advance(optimizer, range(1))
     before = everything(optimizer)
     for rate in (-1.0, NAN, INF, 1e39):

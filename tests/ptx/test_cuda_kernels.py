@@ -201,12 +201,13 @@ def test_a_launch_per_format(interpreted: ModuleType, monkeypatch: pytest.Monkey
     shapes = (*ALIGNED, (3, 130), (70, 33))
     for block_size in (128, 64):
         run("adamw", "log8", start(BF16, shapes), [gradients(1, BF16, shapes)], block_size=block_size)
-    run("adamw", "log8", start(BF16, ((9, 512),)), [gradients(1, BF16, ((9, 512),))], block_size=256)
-    ((_, _, usual, begin, staged, end),), ((_, _, other, *_),), ((_, _, larger, *_),) = batches
+    for block_size, shape in ((256, (9, 512)), (512, (9, 512)), (256, (9, 300))):
+        run("adamw", "log8", start(BF16, (shape,)), [gradients(1, BF16, (shape,))], block_size=block_size)
+    ((_, _, usual, begin, staged, end),), ((_, _, other, *_),), *rest = batches
     assert usual >= 0
     assert begin < staged < end
     assert other == -1
-    assert larger == usual
+    assert [format_ for ((_, _, format_, *_),) in rest] == [usual, usual, -1]
 
 
 def test_captured_steps_between_others(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +225,7 @@ def test_captured_steps_between_others(interpreted: ModuleType, monkeypatch: pyt
 
 
 SIZES = ((2, 5000), (70, 33), (3, 257), (2, 4096))
+FORMATS = tuple(ALIGNED_FORMATS)
 #: Rules, codecs, formats, shapes and block sizes. More gradients than a launch takes, and more matrices, whose steps
 #: Muon counts in a launch of their own; repaid weights in short blocks, and in long ones, which are read three times.
 OTHER_SIZES = [
@@ -234,6 +236,11 @@ OTHER_SIZES = [
     *(("repaid_adamw", "companded8", weights, SHAPES, n) for weights, n in (("fp32", 16), ("bf16+8", 1024))),
     *(("repaid_adamw", "log8", "bf16+16", SHAPES, n) for n in (128, 1024)),
     *(("adamw", "log8", weights, ((9, 1024), (2, 512), (513,)), n) for weights in ALIGNED_FORMATS for n in (256, 512)),
+    *(
+        (rule, "dynamic8", weights, ((9, 1024), (3, 513)), 256)
+        for rule in ("adamw", "lion")
+        for weights in ALIGNED_FORMATS
+    ),
 ]
 
 

@@ -28,6 +28,7 @@ struct Shape {
 const Shape kShapes[] = {
     {9, 128, 128, false}, {3, 1000, 128, false}, {5, 448, 128, false}, {6, 257, 128, false},  {7, 130, 128, false},
     {9, 33, 128, false},  {5, 7, 128, false},    {3, 70, 32, false},   {2, 300, 4096, false}, {5, 33, 128, true},
+    {1, 48, 128, false},  {1, 16, 16, false},
 };
 
 struct Format {
