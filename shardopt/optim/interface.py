@@ -55,7 +55,7 @@ class OptimizerInterface(Optimizer):
         """Translates a param group's options to the hyper-parameters of the compiled rule (csrc/rules).
 
         By default, options keep their names, but ``betas`` become ``beta1``, ``beta2``, ..., None becomes 0, and
-        ``weight_decay`` one of ``coupled_decay`` and ``decoupled_decay`` (see :attr:`decoupled`). ``lr`` keeps its value.
+        ``weight_decay`` becomes ``coupled_decay`` or ``decoupled_decay`` (:attr:`decoupled`). ``lr`` keeps its value.
         """
         names = _C.rules[self.rule(group).name]["hyper"]  # of the hyper-parameters that the rule has
         hyper = {name: float(group[name] or 0.0) for name in ("weight_decay", *names) if name in group}

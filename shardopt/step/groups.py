@@ -54,10 +54,7 @@ class GroupTables:
         return list(self._lr.values())
 
     def replace(self, groups: Mapping[int, Group], rates: Mapping[int, float | None]) -> bool:
-        """Replaces groups, by index, and learning rates of other groups, for which ``rates`` has one instead of None.
-
-        Returns whether cached :class:`StepTables` remain valid.
-        """
+        """Replaces groups, and rates of others, by index; returns whether cached :class:`StepTables` remain valid."""
         is_valid = all(group.table_options == self.groups[index].table_options for index, group in groups.items())
         for index, lr in rates.items():
             group = groups[index] if lr is None else self.groups[index]
