@@ -96,7 +96,7 @@ class BlockStepper {
   // Whether one of n numbers times `factor` is so large that updates may overflow, infinite or NaN.
   SHARDOPT_HD static bool any_large(const float* from, float factor, int n) {
     Ints<1> largest{};
-    for (int i = 0; i < n; i += kStep) {
+    for (int64_t i = 0; i < n; i += kStep) {
       const auto b = magnitude_bits(load_lanes<kPack>(from + i) * factor);
       for (int j = 0; j < kPack; ++j) largest.x[0] = native::max_int(largest.x[0], b.x[j]);
     }
@@ -119,7 +119,7 @@ class BlockStepper {
     return false;
   }
 
-  SHARDOPT_HD I random_at(const Block& block, int i) const {
+  SHARDOPT_HD I random_at(const Block& block, int64_t i) const {
     return as_signed(lane_bits_ + (block.dither + static_cast<uint32_t>(i) * dither_.slope));
   }
 
@@ -163,7 +163,7 @@ class BlockStepper {
     float* const weights = operands.weight;
     const float* const gradients = operands.gradient;
     const float gradient_scale = gradient_scale_;
-    for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
+    for (int64_t i = 0, pack = 0; i < n; i += kStep, ++pack) {
       F moment[kMoments + 1], root{};
       if constexpr (kBlockwise) {
         fetch_ahead<kStep>(weights + i);
@@ -245,7 +245,7 @@ class BlockStepper {
       Code* const codes = operands_[b].codes[kUnsigned];
       F *const roots = kept(b, kUnsigned, n), *const moments = kept(b, kSigned, n);
       LaneExtremes extremes = LaneExtremes::none();
-      for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
+      for (int64_t i = 0, pack = 0; i < n; i += kStep, ++pack) {
         const F x = roots[pack];
         F unit, moment = moments[pack];
         if constexpr (kUsual) {
@@ -284,7 +284,7 @@ class BlockStepper {
           const Block& block = *blocks_[b];
           Code* const codes = operands_[b].codes[kUnsigned];
           const F* const roots = kept(b, kUnsigned, n);
-          for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
+          for (int64_t i = 0, pack = 0; i < n; i += kStep, ++pack) {
             store_lanes(codes + i, coder.encode(roots[pack], random_at(block, i)));
           }
         }
@@ -304,7 +304,7 @@ class BlockStepper {
         Code* const to = operands_[b].codes[kSigned];
         float* const weights = operands_[b].weight;
         const F *const moments = kept(b, kSigned, n), *const units = kRepays ? kept(b, kUnsigned, n) : nullptr;
-        for (int i = 0, pack = 0; i < n; i += kStep, ++pack) {
+        for (int64_t i = 0, pack = 0; i < n; i += kStep, ++pack) {
           const F x = moments[pack];
           I code = coder.encode(x, random_at(block, i));
           if constexpr (kShares) code = code + load_lanes<kPack>(to + i);
