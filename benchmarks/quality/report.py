@@ -38,7 +38,7 @@ VERDICTS = {
         "state of FlashOptim is taken over; speed on the CPU matters most",
     ),
     "dynamic8": ("above float32 on `long`, by how much is open", "state of bitsandbytes or torchao is taken over"),
-    "bf16": ("twice the bytes of 8 bits; long runs not made again", "moments are to be close to float32's"),
+    "bf16": ("twice the bytes of 8 bits", "moments are to be close to float32's"),
     "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
 }
 
