@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import UserList
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ranks.offload import offload_from_cpu
 from ranks.snapshot import assert_same
 from shardopt import _C
 from shardopt.optim import ShardedOptimizer
+from shardopt.step import groups
 from test_optimizers import SHAPES, advance, make
 
 NAN, INF = float("nan"), float("inf")
@@ -266,6 +268,18 @@ def test_new_learning_rates_of_some_groups_are_as_a_step_that_checks_everything(
             advance(optimizer, range(step, step + 1))
         fresh._internals.invalidate_steps()
     assert_same(everything(cached), everything(fresh))
+
+
+def test_a_rate_on_a_gpu_that_becomes_a_float_is_no_longer_read_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' table has the address of a rate on a GPU; this one is on the CPU."""
+    monkeypatch.setattr(groups, "torch", SimpleNamespace(zeros=lambda *_, **__: torch.zeros(()), float32=None))
+    optimizer, cuda = split_groups(shardopt.AdamW8bit), torch.device("cuda")
+    first, second, third = (optimizer._internals.group_of(group) for group in optimizer.param_groups)
+    tables = groups.GroupTables([first._replace(lr=torch.tensor(0.5)), second, third])
+    assert (tables.rows_for(cuda)["lr"] != 0).tolist() == [True, False, False]
+    assert tables.replace({}, {0: 0.25})
+    assert tables.rows_for(cuda)["lr"].tolist() == [0, 0, 0]
+    assert tables.rows_for(cuda)["hyper"][0, 0] == 0.25
 
 
 @pytest.mark.parametrize("case", RULES)
