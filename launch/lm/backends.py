@@ -50,8 +50,7 @@ def param_groups(config: Config, module: nn.Module, matrices: set[str]) -> Group
     """
     names = parameter_names(module)
     if issubclass(shardopt.optim.OPTIMIZERS[config.optimizer], shardopt.Muon):
-        vectors = [name for name in names if name not in matrices]
-        return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay=vectors)
+        return shardopt.muon_groups(module, lr=config.lr, adamw_lr=config.adamw_lr, no_decay="auto")
     return [
         {"params": [parameter for name, parameter in names.items() if name in matrices]},
         {"params": [parameter for name, parameter in names.items() if name not in matrices], "weight_decay": 0.0},

@@ -170,6 +170,5 @@ def _muon_groups(model: Module, lr: float, options: dict[str, Any]) -> ParamGrou
     """
     parameters = param_groups(model).parameters
     frozen = {escape(each.names[0]): {"algorithm": "adamw"} for each in parameters if "frozen" in each.notes}
-    vectors = [escape(each.names[0]) for each in parameters if len(each.shape) < 2]
-    options = {"no_decay": vectors, **options, "overrides": {**frozen, **options.get("overrides", {})}}
+    options = {"no_decay": "auto", **options, "overrides": {**frozen, **options.get("overrides", {})}}
     return muon_groups(model, lr, **options)

@@ -23,7 +23,7 @@ def muon_groups(
     adamw_lr: float = 3e-4,
     exclude: Iterable[str] = (),
     split: Mapping[str, Split] | None = None,
-    no_decay: Iterable[str] = (),
+    no_decay: Iterable[str] | Literal["auto"] = (),
     other: Literal["adamw", "lion"] = "adamw",
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ParamGroups:
@@ -46,7 +46,7 @@ def muon_groups(
         adamw_lr: learning rate of the rest.
         exclude: patterns of further parameters that are not for Muon.
         split: by pattern, how parameters are divided into matrices; see :class:`shardopt.Muon`.
-        no_decay: patterns of parameters with ``weight_decay=0``.
+        no_decay: patterns of parameters with ``weight_decay=0``, or "auto": all of fewer than two dimensions.
         other: the rule for the rest.
         overrides: by pattern, options and hyper-parameters, which win over those that this function gives. A pattern
             with another ``algorithm`` brings that algorithm's learning rate with it.

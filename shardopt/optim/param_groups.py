@@ -93,7 +93,7 @@ class _Part(NamedTuple):
 def param_groups(
     model: Module,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    no_decay: Iterable[str] = (),
+    no_decay: Iterable[str] | Literal["auto"] = (),
     *,
     rule: Literal["u-mup"] | None = None,
     lr: float | None = None,
@@ -102,29 +102,26 @@ def param_groups(
 ) -> ParamGroups:
     """Divides a model's parameters into param groups, whose options are given by patterns of parameter names.
 
-    Call this for the whole model, before or after wrapping and sharding: patterns are matched against the names in the
-    bare model, without the prefixes of DistributedDataParallel, FSDP, torch.compile and activation checkpointing. FSDP
-    replaces parameters, so make the groups after it; DeepSpeed takes groups that were made before
-    ``deepspeed.initialize``. Like ``attach(model)``, the call records shards and numbers of the parameters.
+    Call this for the whole model, after FSDP, which replaces parameters, and before ``deepspeed.initialize``. Patterns
+    are matched against the names in the bare model, without the prefixes of DistributedDataParallel, FSDP,
+    torch.compile and activation checkpointing. Like ``attach(model)``, the call records shards of the parameters.
 
-    Patterns are those of :mod:`fnmatch`: ``*`` stands for any characters, dots too. Upper and lower case differ. Of
-    several patterns that give a parameter the same option, the last one in ``overrides`` wins, and any of them wins
-    over ``no_decay``. Parameters with the same options are one group; the groups are in the order of their first
-    parameters, alike on all ranks. A shared parameter appears once, and is matched by all of its names. Frozen
-    parameters are included, as in ``model.parameters()``: they take no state until they get a gradient.
+    Patterns are those of :mod:`fnmatch`: ``*`` stands for any characters, dots too. Case matters. Where several
+    patterns give a parameter the same option, the last one in ``overrides`` wins; any of them wins over ``no_decay``.
+    Parameters with the same options are one group; the groups are in the order of their first parameters, alike on all
+    ranks. A shared parameter appears once, and is matched by all of its names. Frozen parameters are included.
 
     ``rule="u-mup"`` sets ``lr`` and ``weight_decay`` of every parameter, for Adam's kin and other rules whose updates
     have elements of about ``lr`` (arXiv 2407.17465, table 2). The rate is ``lr`` times ``fan_in ** -0.5`` for matrices
     and embeddings (a global shape's product but for its first dimension), 1 for readouts, biases and gains of norms,
-    and all of them times ``depth ** -0.5`` in a stack of ``depth`` residual blocks. Weight decay is independent:
-    ``weight_decay`` divided by the group's rate, so that a decoupled decay subtracts ``weight_decay`` times the
-    weight at the peak of the schedule, whatever the rate. Overrides win over both. Kinds and depths are those of the
-    modules of :mod:`shardopt.unit`, before sharding and after it.
+    and all of them times ``depth ** -0.5`` in a stack of ``depth`` residual blocks. Weight decay is ``weight_decay``
+    divided by the group's rate: a decoupled decay subtracts ``weight_decay`` times the weight at the peak of the
+    schedule, whatever the rate. Overrides win over both. Kinds and depths are those of modules of :mod:`shardopt.unit`.
 
     Args:
         model: the model.
         overrides: by pattern, options of the optimizers and hyper-parameters.
-        no_decay: patterns of parameters with ``weight_decay=0``.
+        no_decay: patterns of parameters with ``weight_decay=0``, or "auto": all of fewer than two dimensions.
         rule: None, or how learning rates follow from kinds and shapes.
         lr: with a rule, the global learning rate at its peak.
         weight_decay: with a rule, the share that a step at the peak subtracts (default: 0).
@@ -146,8 +143,11 @@ def param_groups(
             "parameters"
         )
     overrides = {} if overrides is None else overrides
+    of_vectors: _Options = {}
+    if no_decay == "auto":
+        no_decay, of_vectors = (), {"weight_decay": 0.0}
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
-        raise ValueError(f'no_decay: got {no_decay!r}, expected several patterns; write ("*.bias",) for one')
+        raise ValueError(f'no_decay: got {no_decay!r}, expected "auto" or several patterns; write ("*.bias",) for one')
     _check_options(overrides)
     plain_overrides = {pattern: dict(options) for pattern, options in overrides.items()}
     for options in plain_overrides.values():
@@ -164,8 +164,7 @@ def param_groups(
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("kinds", kinds)):
             if value is not None:
                 raise ValueError(
-                    f'{name}: got {value!r} without a rule, expected rule="u-mup" beside it; give options of all '
-                    "parameters to the optimizer"
+                    f'{name}: got {value!r} without a rule, expected rule="u-mup"; give options to the optimizer'
                 )
     read_model(model)
     number_parameters(model)
@@ -183,7 +182,7 @@ def param_groups(
     keys: list[_Options] = []  # the options of each group, comparable
     parameters = []
     for param, parts in parts_of.items():
-        options = _options(parts, patterns, rates)
+        options = _options(parts, patterns, rates, of_vectors)
         key = _comparable(options)
         if key not in keys:
             groups.append({"params": [], "param_names": [], **options})
@@ -211,11 +210,12 @@ def _parts(param: Tensor, names: Sequence[str]) -> list[_Part]:
     return [_Part(tuple(names), shape, keeps_float32_state(param))]
 
 
-def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None) -> _Options:
+def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None, of_vectors: _Options) -> _Options:
     """The options of an optimizer tensor; raises ValueError unless all model parameters in it have the same options."""
     found: list[_Options] = []
     for part in parts:
         options: _Options = {} if rates is None else {"lr": rates.lr(part.names, part.shape)}
+        options |= of_vectors if len(part.shape) < 2 else {}
         for pattern, pattern_options in patterns:  # later ones win
             if any(fnmatchcase(name, pattern) for name in part.names):
                 options.update(pattern_options)

@@ -84,6 +84,28 @@ def test_a_shared_parameter_has_all_its_names(pattern: str) -> None:
     assert _names(groups) == [["embed.weight", "decoder.bias"], ["decoder.weight"]]
 
 
+def _vectors_by_hand() -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Models with the names of GPT-2 and of Llama, which has no biases, and patterns of all their vectors."""
+    gpt2 = {"wte": nn.Embedding(9, 4), "ln_1": nn.LayerNorm(4), "c_attn": nn.Linear(4, 12), "ln_f": nn.LayerNorm(4)}
+    llama = {"embed": nn.Embedding(9, 4), "q_proj": nn.Linear(4, 4, bias=False), "input_layernorm": nn.RMSNorm(4)}
+    return [(nn.ModuleDict(gpt2), ("*.bias", "*ln_*")), (nn.ModuleDict(llama), ("*norm*",))]
+
+
+@pytest.mark.parametrize("groups_of", [shardopt.param_groups, shardopt.muon_groups])
+def test_no_decay_of_vectors(groups_of: Any) -> None:
+    """``"auto"`` is every vector, whatever its name, and an override wins over it."""
+    for model, patterns in _vectors_by_hand():
+        groups = groups_of(model, no_decay="auto")
+        assert groups.table() == groups_of(model, no_decay=patterns).table()
+        assert {name for group in groups if "weight_decay" in group for name in group["param_names"]} == {
+            name for name, param in model.named_parameters() if param.ndim < 2
+        }
+        decayed = groups_of(model, no_decay="auto", overrides={patterns[-1]: {"weight_decay": 0.5}})
+        assert 0.5 in [group.get("weight_decay") for group in decayed]
+    with pytest.raises(ValueError, match=r"got pattern '\*\.bias', which matches no parameter"):
+        groups_of(model, no_decay=("*.bias",))
+
+
 def test_table() -> None:
     model = _tied()
     model.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
@@ -122,7 +144,7 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
         ({"up.*": {"codecs": "fp32"}}, (), r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
         ({"up.*": {"qqqq": 1}}, (), r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
         ({"up.*": "fp32"}, (), r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
-        ({}, "*.bias", r"no_decay: got .*write \(\"\*\.bias\",\) for one"),
+        ({}, "*.bias", r"no_decay: got .*expected \"auto\" or several patterns; write \(\"\*\.bias\",\) for one"),
     ],
 )
 def test_refused(overrides: Any, no_decay: Any, message: str) -> None:
