@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ import yaml
 import shardopt
 from hugging_face import save_model
 from needed import needs
+from programs import Programs
 from ranks.pool import Pool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -130,3 +132,27 @@ def test_verl_reads_the_example() -> None:
     assert type(optimizer) is shardopt.AdamW8bit
     expected = {"lr": 1e-6, "codec": "log8", "master_weight_bits": 32}
     assert {option: optimizer.param_groups[0][option] for option in expected} == expected
+
+
+#: Makes the plugin of a config file, and compares it with ``plugin``.
+COMPARE = """
+import os
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+args = launch_command_parser().parse_args(["--config_file", "fsdp2.yaml", "train.py"])
+env = prepare_multi_gpu_env(_validate_launch_command(args)[0])
+assert env["ACCELERATE_MIXED_PRECISION"] == accelerator.mixed_precision
+os.environ |= {name: text for name, text in env.items() if name.startswith("FSDP_")}
+by_file = FullyShardedDataParallelPlugin()
+for name in ("fsdp_version", "auto_wrap_policy", "transformer_cls_names_to_wrap", "state_dict_type"):
+    assert getattr(by_file, name) == getattr(plugin, name), name
+"""
+
+
+@needs("accelerate")
+def test_accelerates_file_is_the_plugin_of_the_page(programs: Programs, tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "clients.md").read_text()
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "fsdp2.yaml").write_text(config)
+    (snippet,) = re.findall(r"^```python\n((?:(?!^```).)*?fsdp_plugin.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    programs.run(snippet + COMPARE, tmp_path)
