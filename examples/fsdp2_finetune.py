@@ -1,53 +1,59 @@
-"""Fine-tunes a model of the Hugging Face Hub with FSDP2 in bf16: 8-bit AdamW state, 24-bit master weights.
-
-torchrun --nproc_per_node 2 examples/fsdp2_finetune.py MODEL TEXT CHECKPOINT [STEPS]
-
-MODEL is a folder or a name on the Hub, TEXT a file of UTF-8, which is read as bytes (for a real model: its tokenizer).
-Started again, it goes on from CHECKPOINT, also on another number of ranks. With several GPUs take
-torch.cuda.set_device(LOCAL_RANK) before all else.
-"""
+"""Fine-tunes a Hugging Face model with FSDP2, bfloat16 weights with masters, and clipping: see docs/finetune.md."""
 
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import shardopt
 
-name, text, folder, *rest = sys.argv[1:]
-steps, batch, length = int(rest[0]) if rest else 100, 4, 64
+name, text, run, *rest = sys.argv[1:]
+steps = int(rest[0]) if rest else 100
 if not dist.is_initialized():
     dist.init_process_group()
-rank, local_rank = dist.get_rank(), dist.get_node_local_rank(fallback_rank=0)
-device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+rank, device = dist.get_rank(), torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
 
-model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(device)
-for layer in model.model.layers:
-    fully_shard(layer)
-fully_shard(model)
-groups = shardopt.param_groups(model, no_decay=("*norm*",))
-optimizer = shardopt.AdamW8bit(groups, lr=1e-3, weight_decay=0.01, master_weight_bits=24)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+model.to(device)
+for module in (*model.model.layers, model):
+    fully_shard(module)
 
-first = 0
-if (Path(folder) / "checkpoint.json").exists():
+groups = shardopt.param_groups(model, no_decay="auto")
+optimizer = shardopt.AdamW8bit(groups, lr=1e-3, master_weight_bits=24)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+first, folder = 0, f"{run}/checkpoint"
+if Path(folder, "checkpoint.json").exists():
     extra = shardopt.checkpoint.load(folder, model, optimizer).extra
-    schedule.load_state_dict(extra["schedule"])
+    scheduler.load_state_dict(extra["scheduler"])
     first = extra["step"]
 
-tokens = torch.frombuffer(bytearray(Path(text).read_bytes()), dtype=torch.uint8).long()
+data = bytearray(Path(text).read_bytes())
+tokens = torch.frombuffer(data, dtype=torch.uint8).long().to(device)
 for step in range(first, steps):
-    generator = torch.Generator().manual_seed(1000 * step + rank)  # other examples on every rank and in every step
-    starts = torch.randint(len(tokens) - length, (batch,), generator=generator).tolist()
-    inputs = torch.stack([tokens[start : start + length] for start in starts]).to(device)
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    starts = torch.randint(len(tokens) - 64, (4,), generator=generator)
+    inputs = torch.stack([tokens[start : start + 64] for start in starts])
     loss = model(input_ids=inputs, labels=inputs).loss
     loss.backward()
+    shardopt.clip_grad_norm_(model.parameters(), 1.0, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    schedule.step()
+    scheduler.step()
     if rank == 0:
         print(f"step {step}: loss {loss.item():.3f}")
-shardopt.checkpoint.save(folder, model, optimizer, step=steps, schedule=schedule.state_dict())
+    if step + 1 in (steps // 2, steps):
+        saved = {"step": step + 1, "scheduler": scheduler.state_dict()}
+        shardopt.checkpoint.save(folder, model, optimizer, **saved)
+
+options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+weights = dcp.get_model_state_dict(model, options=options)
+if rank == 0:
+    model.save_pretrained(f"{run}/model", state_dict=weights)

@@ -159,7 +159,7 @@ def test_every_source(monkeypatch: pytest.MonkeyPatch, name: str, source: str, c
 def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
     """Optimizers without 8 bits are named by one line for all of them."""
     package = pytest.importorskip("bitsandbytes")
-    named = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "bitsandbytes.md").read_text()))
+    named = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "moving_over.md").read_text()))
     names = {name for name in vars(package.optim) if name[0].isupper()} - named
     assert {f"{name.removesuffix('32bit')}8bit" for name in names} <= named
 

@@ -64,6 +64,12 @@ def test_the_site_has_every_page() -> None:
     assert named == pages | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", *OTHERS}
 
 
+def test_a_whole_program_is_the_example() -> None:
+    """The blocks of docs/finetune.md, one after the other, are examples/fsdp2_finetune.py without its docstring."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "finetune.md").read_text(), re.M | re.S)
+    assert "\n".join(blocks) == (ROOT / "examples" / "fsdp2_finetune.py").read_text().partition('"""\n\n')[2]
+
+
 @pytest.mark.slow  # launch/docs.sh builds it, too
 @pytest.mark.skipif(MISSING != [], reason=f"{', '.join(MISSING)} not installed: pip install 'shardopt[docs]'")
 def test_the_site_builds_strictly(tmp_path: Path) -> None:

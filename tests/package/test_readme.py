@@ -12,8 +12,9 @@ from versions import needs_fsdp2_on_the_cpu
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-#: The recipes of moving over need files of other packages: tests/docs/test_moving_over.py runs them.
-PAGES = (README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem != "moving_over"))
+#: Pages that need files: test_moving_over.py runs the recipes of one, test_examples.py the program of the other.
+WITH_FILES = ("moving_over", "finetune")
+PAGES = (README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in WITH_FILES))
 
 #: Makes a program two ranks, with the variables that torchrun sets.
 BEGIN = """
