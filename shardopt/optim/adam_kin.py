@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -145,10 +146,8 @@ class StableAdamW8bit(StableAdamW, codec="log8"):
 class LAMB(ShardedOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2): Adam's direction, scaled to the norm of each parameter.
 
-    Norms are of whole parameters, exact to the last bit however they are sharded: a step takes a second pass
-    over the parameters, and one all-reduce per step among the ranks that share them (with released gradients, one per
-    parameter). If the norm of a parameter or of its direction is zero, the direction is not scaled. A weight that is
-    NaN or infinite makes its whole parameter NaN.
+    Norms are those of whole parameters, at the cost that :class:`StableAdamW` describes. If the norm of a parameter or
+    of its direction is zero, the direction is not scaled. A weight that is NaN or infinite makes its parameter NaN.
 
     Bytes of state, errors and other arguments as for :class:`shardopt.AdamW`.
 
@@ -215,7 +214,7 @@ class NAdam(AdamKin):
         past = {"past_steps": float(steps), "past_product": float(product)}
         return {**super().hyper(group), "decay_base": _decay_base(group), **past}
 
-    def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
+    def prepare_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Updates ``past_mu`` of param groups in which ``betas[0]`` has changed, from the steps taken before.
 
         Counts the steps of parameters with elements on this rank. Where FSDP1 leaves a rank none of a group's elements,
@@ -255,22 +254,20 @@ class NAdam(AdamKin):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """See :meth:`ShardedOptimizer.load_state_dict`; torch's ``mu_product`` becomes ``past_mu``."""
-        try:
+        with suppress(ValueError):  # else refused below, by all ranks together, unless the user's hooks mend it
             saved, states = checked_containers(state_dict)
-        except ValueError:  # refused below, by all ranks together, unless the user's hooks mend it
-            super().load_state_dict(state_dict)
-            return
-        groups = []
-        for group in saved:
-            entries = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
-            if entries:
-                try:  # the count and product of the parameter with the most steps
-                    past = max((int(x.get("step", 0)), float(x["mu_product"])) for x in entries)
-                except (TypeError, ValueError, RuntimeError):  # not numbers
-                    past = -1, math.nan  # refused by check_group below, on all ranks
-                group = {"past_mu": (*past, None), **group}
-            groups.append(group)
-        super().load_state_dict({**state_dict, "param_groups": groups})
+            state_dict = {**state_dict, "param_groups": [_with_past_mu(group, states) for group in saved]}
+        super().load_state_dict(state_dict)
+
+
+def _with_past_mu(group: Mapping[str, Any], states: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """A saved param group with ``past_mu``, read from the parameter with the most steps, if it has ``mu_product``."""
+    entries = [x for x in map(states.get, group["params"]) if isinstance(x, Mapping) and "mu_product" in x]
+    try:
+        past = [max((int(x.get("step", 0)), float(x["mu_product"])) for x in entries)] if entries else []
+    except (TypeError, ValueError, RuntimeError):  # not numbers: refused by check_group, on all ranks
+        past = [(-1, math.nan)]
+    return {"past_mu": (*past[0], None), **group} if past else group
 
 
 def _decay_base(group: Mapping[str, Any]) -> float:

@@ -182,33 +182,39 @@ class ShardedOptimizer(OptimizerInterface):
         """
         self._internals.residency.wake()
 
-    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
-        """Discards all state, so that the next step equals the first step of a new optimizer, bit for bit.
+    @without_autograd
+    def reset_state(
+        self,
+        params: Tensor | str | Iterable[Tensor | str] | None = None,
+        *,
+        rows: Tensor | Iterable[int] | None = None,
+    ) -> None:
+        """Gives parameters, or some of their rows, the state that a new optimizer with the same options has.
 
-        Moments, step counts and low bits of master weights go, and what rules keep in param groups (Prodigy's estimate,
-        NAdam's product); options and param groups stay. Where parameters are sharded all ranks must call this.
+        Without arguments all state is discarded, low bits of master weights and what rules keep in param groups
+        (Prodigy's estimate, NAdam's product) included. With ``params`` moments are reset in place: master weights and
+        param groups stay, and bits do not depend on the sharding. Where parameters are sharded all ranks must call this
+        with the same arguments.
 
         Args:
-            params: the parameters to forget the state of, as ReLoRA does after it has merged its adapters; what rules
-                keep in param groups then stays. None: all.
+            params: parameters, or patterns (:mod:`fnmatch`) of names in the bare model, which the param groups
+                (``model.named_parameters()``) or flat tensors (DeepSpeed, FSDP1) have.
+            rows: indices of the first dimension of the global parameters, as numbers or as a bool for each. Step counts
+                then stay; without ``rows`` they are 0 again.
 
         Raises:
-            ValueError: one of ``params`` is not the optimizer's. Nothing was changed.
+            ValueError: one of ``params`` is not the optimizer's, ``rows`` are not for their shape, or without ``rows``
+                only some parameters of a flat tensor are given. Nothing was changed.
         """
         self.synchronize()
-        chosen = self._internals.params if params is None else list(params)
-        if not set(map(id, self._internals.params)).issuperset(map(id, chosen)):
-            raise ValueError(
-                "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
-                "these, such as list(module.parameters())"
-            )
+        if params is not None or rows is not None:
+            with self._internals.open_groups():
+                self._internals.reset(self._internals.params if params is None else params, rows)
+            return
         self._internals.invalidate_steps()
-        for param in chosen:
-            self.state.pop(param, None)
-        if params is None:
-            self.state.clear()  # also of parameters that ZeRO 3 has in no param group between steps
-            for group in self.param_groups:
-                self.reset_group(group)
+        self.state.clear()  # also of parameters that ZeRO 3 has in no param group between steps
+        for group in self.param_groups:
+            self.reset_group(group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -258,8 +264,7 @@ class ShardedOptimizer(OptimizerInterface):
         if released is not None and (has_gradients or not released.overlaps_forward):
             released.wait()
         if has_gradients:
-            self.check_groups(self.param_groups)
-            self.record_changes(self.param_groups)
+            self.prepare_groups(self.param_groups)
             stepper = internals.cached_stepper()
             stepper.prepare(self.param_groups, self.state, scaling)()
             if released is None:
@@ -332,7 +337,6 @@ class ShardedOptimizer(OptimizerInterface):
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
             last_hook.remove()
-        self._internals.clip_coefficient = None  # of gradients of other weights
         for group, param in self._all_params():  # offloaded state goes to the host memory allocated for it
             if group["offload"] is not None and self.state.get(param):
                 self._internals.residency.move_state(param, self._internals.state_of(param, group), self.state[param])

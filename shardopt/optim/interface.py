@@ -95,11 +95,8 @@ class OptimizerInterface(Optimizer):
     def check_parameters(self, index: int) -> None:
         """Raises ValueError if this optimizer cannot step a parameter of group ``index``, which was just added."""
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError before each step unless param groups agree where the rule needs it (Prodigy)."""
-
-    def record_changes(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Records in param groups, before each step of them, what a scheduler has changed (NAdam's ``past_mu``)."""
+    def prepare_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Before each step of these groups, checks that they agree (Prodigy: ValueError), records changes (NAdam)."""
 
     def reset_group(self, group: dict[str, Any]) -> None:
         """Resets values that steps keep in a param group (Prodigy's ``d``) to their initial ones; options stay."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -25,10 +26,12 @@ from shardopt.layout import (
     shard_of,
     use_numbers,
 )
+from shardopt.layout.names import bare_name
 from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.missing_gradients import MissingGradients
-from shardopt.state.full_precision import reset_stale_low_bits
+from shardopt.optim.param_groups import check_patterns
+from shardopt.state.full_precision import float32_weights, reset_stale_low_bits
 from shardopt.state.options import TABLE_FORMAT, convert_sequences
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
@@ -94,9 +97,9 @@ class Internals:
         clip_coefficient: the coefficient by which the next step multiplies gradients, float32, 0-d; None for 1.
         captured: objects that captured CUDA graphs use, kept alive for as long as the optimizer.
         missing_gradients: warns of parameters that get no gradients.
+        open_groups: makes a context in which all parameters are in the param groups, as ZeRO 3's are in steps only.
         pauses: number of active :meth:`paused` blocks; while it is not 0, ``step()`` does nothing.
-        may_be_dummy_step: whether the next step may only serve to create state (shardopt/optim/first_state.py): at
-            first, and after :meth:`invalidate_steps`.
+        may_be_dummy_step: whether the next step may only serve to create state: at first, after invalidate_steps().
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -110,6 +113,7 @@ class Internals:
         self.clip_coefficient: Tensor | None = None
         self._clip_samples: list[_ClipSample] = []
         self.may_be_dummy_step = True
+        self.open_groups: Callable[[], AbstractContextManager[object]] = nullcontext
         self.pauses = 0
         self._steppers: dict[int, tuple[ref[Tensor] | None, Stepper]] = {}
         self.is_numbered = False
@@ -362,3 +366,52 @@ class Internals:
                 "(nonfinite='raise' names the parameter)",
                 RuntimeWarning,
             )
+
+    def reset(self, params: Tensor | str | Iterable[Tensor | str], rows: Tensor | Iterable[int] | None) -> None:
+        """Resets state of parameters, or of rows, in place; see :meth:`ShardedOptimizer.reset_state`."""
+        given = [params] if isinstance(params, str | Tensor) else list(params)
+        patterns, wanted = [x for x in given if isinstance(x, str)], {id(x) for x in given if not isinstance(x, str)}
+        if not wanted <= set(map(id, [*self.params, *self.model_indices])):
+            raise ValueError(
+                "params: got a tensor that is in no param group, expected some of the optimizer's parameters; pass "
+                "these, such as list(module.parameters()), or patterns of names"
+            )
+        where = slice(None) if rows is None else rows.cpu() if isinstance(rows, Tensor) else list(rows)
+        known: list[str] = []
+        chosen: list[tuple[Tensor, TensorSpec, list[Tensor]]] = []  # with a mask of rows per slice
+        for group in self.optimizer.param_groups:
+            all_names = group.get("param_names") or []
+            for index, param in enumerate(group["params"]):
+                own_name = bare_name(all_names[index]) if len(all_names) == len(group["params"]) else ""
+                spec = self.state_of(param, group)
+                names = [slice_.name or own_name for slice_ in spec.slices]
+                known += filter(None, names)
+                matches = [id(param) in wanted or any(fnmatchcase(x, each) for each in patterns) for x in names]
+                if rows is None and any(matches) and not all(matches):
+                    raise ValueError(
+                        f"params: got some of {', '.join(names):.80}, which are one flat tensor with one step count, "
+                        "expected all; pass rows=, which leaves step counts as they are"
+                    )
+                shapes = zip([slice_.shard.global_shape for slice_ in spec.slices], matches, strict=True)
+                chosen.append((param, spec, [_row_mask(shape, where if match else []) for shape, match in shapes]))
+        check_patterns(patterns, known)
+        for param, spec, masks in chosen:  # only from here on anything changes
+            state = self.optimizer.state.get(param)
+            if state and any(mask.any() for mask in masks):
+                has_exact = any(moment.exact for moment in spec.moments)
+                spec.reset_rows(state, masks, float32_weights(spec, param, state) if has_exact else param)
+                if rows is None:
+                    state["step"].zero_()
+
+
+def _row_mask(shape: Sequence[int], rows: Any) -> Tensor:
+    """Whether each row of a parameter of this global shape is among ``rows``: bool, on the CPU."""
+    mask = torch.zeros(shape[0] if shape else 1, dtype=torch.bool, device="cpu")
+    try:
+        mask[torch.as_tensor(rows) if isinstance(rows, list) and rows else rows] = True  # a list's floats would pass
+    except (IndexError, TypeError, RuntimeError):
+        raise ValueError(
+            f"rows: got {rows!r:.80} for a parameter of shape {tuple(shape)}, expected the numbers of its rows, or a "
+            "bool for each of them; give rows of the global parameter, and other shapes in another call"
+        ) from None
+    return mask

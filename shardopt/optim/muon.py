@@ -30,7 +30,6 @@ _RULES = {
     "lion": Rule("lion", (Moment("exp_avg", signed=True),)),
 }
 
-
 #: Factors of the learning rate of a matrix, by its rows and columns.
 _FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),

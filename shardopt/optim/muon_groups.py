@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch.nn import Embedding, EmbeddingBag, Linear, Module
 
 from shardopt.layout.names import canonical_modules
-from shardopt.optim.param_groups import GroupedParameter, ParamGroups, param_groups
+from shardopt.optim.param_groups import GroupedParameter, ParamGroups, check_patterns, param_groups
 from shardopt.state.rule import Split
 
 #: Names that input and output embeddings usually have.
@@ -70,9 +70,7 @@ def muon_groups(
     if other == "lion":
         rest_options["betas"] = (0.9, 0.99)  # Lion's default in place of Muon's, which suits AdamW
     options: dict[str, dict[str, Any]] = {}
-    for pattern in (*exclude, *split):
-        if not any(_matches(parameter, [pattern]) for parameter in parameters):
-            param_groups(model, {pattern: {}})  # raises, and suggests names
+    check_patterns([*exclude, *split], [name for parameter in parameters for name in parameter.names])
     for parameter in parameters:
         is_for_muon = len(parameter.shape) > 1 and not _matches(parameter, [*embeddings, *exclude])
         for pattern, pattern_options in overrides.items():

@@ -177,7 +177,7 @@ def param_groups(
         )
     parts_of = {param: _parts(param, names) for param, names in names_of.items()}
     all_names = [name for parts in parts_of.values() for part in parts for name in part.names]
-    _check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
+    check_patterns([pattern for pattern, _ in patterns] + list(kinds or ()), all_names)
     groups: list[dict[str, Any]] = []
     keys: list[_Options] = []  # the options of each group, comparable
     parameters = []
@@ -264,7 +264,7 @@ def _hyper_parameters(base: type[Optimizer]) -> set[str]:
     return names
 
 
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Raises ValueError for a pattern that matches none of the names, and suggests similar ones."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -274,5 +274,6 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             near = ", ".join(close or names[:3])
             raise ValueError(
                 f"got pattern {pattern!r}, which matches no parameter, expected one for names such as "
-                f"{near or 'those of a model that has parameters'}; correct the pattern or leave it out"
+                f"{near or 'those of model.named_parameters(), which are not known here'}; correct the pattern or "
+                "leave it out"
             )

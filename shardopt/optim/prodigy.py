@@ -107,7 +107,7 @@ class Prodigy(ShardedOptimizer):
             "bias_correction": _bias_correction(first),
         }
 
-    def check_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+    def prepare_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
         for group in groups:  # schedulers may have set values that cannot be compared
             convert_sequences(group)

@@ -128,7 +128,7 @@ class BackwardRelease:
         check_nonfinite(group)  # again, as users may have changed the option
         has_state = param in optimizer.state
         entries: dict[str, Any] = optimizer.state[param] if has_state else {}
-        optimizer.record_changes([group])
+        optimizer.prepare_groups([group])
         alone = {**group, "params": [param]}
         step = self._progress[param].stepper.prepare([alone], {param: entries}, scaling, on_host)
         if not has_state:  # only now: if prepare() raises, the optimizer has no half-made state

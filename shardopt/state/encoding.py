@@ -29,10 +29,8 @@ def _cut_blocks(shard: Shard, grid: BlockGrid) -> list[int]:
 class SharedBlocks(NamedTuple):
     """The blocks of one slice that ranks share and therefore all-reduce data of, in the order of the message.
 
-    Attributes:
-        block_count: the number of blocks in the message, the same on all ranks.
-        in_message: indices into the message of the blocks of which this rank has elements.
-        in_scales: indices into this rank's scales of these blocks, in the same order.
+    The message has ``block_count`` blocks on all ranks. This rank has elements of those at ``in_message``, and their
+    scales at ``in_scales`` of its own.
     """
 
     block_count: int
@@ -58,11 +56,7 @@ def sharing_ranks(spec: SliceSpec) -> RankGroup | None:
 
 
 class FloatMoments(NamedTuple):
-    """The float moments of one slice, as input of :func:`encode_slices`.
-
-    Attributes:
-        values: this rank's part of each moment; None if this rank has no moments to encode.
-    """
+    """The float moments of one slice: this rank's part of each, or None if it has no moments to encode."""
 
     spec: SliceSpec
     values: Sequence[Tensor] | None

@@ -90,11 +90,8 @@ def unpack_loaded(
 class _Field(NamedTuple):
     """A byte range in each packed element, for all entries of the parameter's shape, or all of one block grid.
 
-    Attributes:
-        grid: the blocks; None for entries of the parameter's shape.
-        entry_bytes: by entry, its bytes per element, or per block if there is a grid.
-        offset: the first byte of the range in an element.
-        nbytes: the length of the range. A block's bytes are spread over its elements, this many in each.
+    ``entry_bytes``: by entry, its bytes per element or, with a ``grid``, per block. ``offset`` and ``nbytes`` are the
+    range in an element. A block's bytes are spread over its elements.
     """
 
     spec: SliceSpec
@@ -159,11 +156,8 @@ class _Field(NamedTuple):
 class _Unpacked(NamedTuple):
     """The bytes of one field that were read from packed state; those of cut blocks are still to be all-reduced.
 
-    Attributes:
-        items: uint8, ``(elements or blocks of this rank, bytes)``, zeros where other ranks have the bytes; None without
-            packed state.
-        cut_blocks: int32 ``(all cut blocks, bytes + 1)`` on the CPU, to be summed over ranks; the last column counts
-            the bytes that are known.
+    ``items``: uint8 ``(elements or blocks of this rank, bytes)``, zeros where other ranks have the bytes; None without
+    packed state. ``cut_blocks``: int32 ``(all cut blocks, bytes + 1)``; the last counts bytes that are known.
     """
 
     field: _Field

@@ -61,10 +61,8 @@ class Residency(NamedTuple):
 class _Decision(NamedTuple):
     """The residency that was chosen for a parameter, which holds until the parameter changes its device.
 
-    Attributes:
-        device: the parameter's device at the time of the decision.
-        entries: if the state is offloaded, tensors like all its entries but ``step``: meta tensors; with
-            ``offload="state"``, once allocated, the host tensors that store the entries, pinned for a GPU.
+    ``entries``: if the state is offloaded, tensors like all its entries but ``step``: meta tensors; with
+    ``offload="state"``, once allocated, the host tensors that store the entries, pinned for a GPU.
     """
 
     device: torch.device
@@ -75,11 +73,8 @@ class _Decision(NamedTuple):
 class _Movable(NamedTuple):
     """A state entry that :meth:`StateResidency.sleep` moves to the host, and ``wake`` back to the parameter's device.
 
-    Attributes:
-        state: the parameter's entries, ``optimizer.state[param]``, in which the moved tensor replaces the old one.
-        local: the entry's plain tensor on this rank.
-        spec: describes the state; None for a parameter that is in no param group now, as with ZeRO 3 between steps:
-            its entries are plain tensors.
+    ``local`` is its plain tensor on this rank; in ``state``, the parameter's entries, the moved one replaces it.
+    ``spec`` is None for a parameter in no param group now, as with ZeRO 3 between steps: its entries are plain tensors.
     """
 
     device: torch.device
@@ -94,11 +89,10 @@ class StateResidency:
 
     State of column shards that cut blocks stays on the parameter's device: each step all-reduces its blocks' extremes.
     A frozen parameter's residency is decided once it has a gradient or state: until then no memory is spent on it.
-    ``state_of`` describes the state of a parameter of ``optimizer``, given its param group.
 
     Attributes:
-        asleep: whether :meth:`sleep` has moved all state to host memory, until :meth:`wake`. That memory is kept for
-            the next sleep: pinning it takes longer than the copies.
+        asleep: whether :meth:`sleep` has moved all state to host memory, which is kept for the next time: pinning it
+            takes longer than the copies.
         unallocated_bytes: bytes of state that will be offloaded, but for which no host memory was allocated yet.
     """
 

@@ -129,6 +129,24 @@ class TensorSpec:
             (values,) = (slice_.decode(slice_state) for slice_, slice_state in states)  # the only slice's
         return {m.name: self.shard.like_parameter(x) for m, x in zip(self.moments, values, strict=True)}
 
+    def reset_rows(self, state: Mapping[str, Any], masks: Sequence[Tensor], weights: Tensor) -> None:
+        """Gives rows their initial moments, in place; blocks never cross a row, so that all other rows stay.
+
+        ``masks``: for each slice, a bool per row of the global parameter. Prodigy's exact moment becomes ``weights``.
+        """
+        exact = {moment.name for moment in self.moments if moment.exact}
+        for slice_, rows, of_slice in zip(self.slices, masks, self.split(state), strict=True):
+            for key in of_slice.keys() - {"step", LOW_BITS} if rows.any() else ():
+                grid, values = slice_.grid_of(key), of_slice[key]
+                shard = slice_.shard if grid is None else slice_.shard.scales(grid)
+                shape, initial = shard.global_shape, values.new_tensor(slice_.entries[key].fill)
+                chosen = shard.part(rows.view(shape[:1] + (1,) * (len(shape) - 1)).expand(shape)).to(values.device)
+                if key in exact:
+                    initial = slice_.elements(self.shard.local(weights)).to(values).reshape(*chosen.shape, 1)
+                if values.numel():
+                    values = values.view(*chosen.shape, -1)
+                    values.copy_(torch.where(chosen[..., None], initial, values))
+
     def has_float_moments(self, loaded: Mapping[str, Any]) -> bool:
         """Whether loaded entries have float moments of the tensor's shape, as torch.optim saves, and no codes."""
         floats, own_entries = {moment.name for moment in self.moments}, self.entries.keys() - NON_MOMENTS

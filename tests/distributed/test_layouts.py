@@ -491,6 +491,26 @@ def held(run: Run, batches: int, clip: bool = True, rule: str = "adamw", **optio
         run.optimizer.synchronize()
 
 
+def reset(run: Run, rows: bool, rule: str = "adamw", **options: Any) -> None:
+    """Some rows of every parameter, or all of every third one, begin again; the single run overwrites its state."""
+    run.begin(rule, **options)
+    run.steps(2)
+    shapes = {name: tuple(param.shape) for name, param in run.bare().named_parameters()}
+    for place, (name, param) in enumerate(run.tensors().items()):
+        mask = torch.arange(shapes[name][0]) % 3 == place % 3
+        if run.is_tested and (rows or place % 3 == 0):
+            chosen = name if run.way in BY_UNIT else param
+            run.inner.reset_state(chosen, rows=(mask if place % 2 else mask.nonzero()[:, 0]) if rows else None)
+        elif rows or place % 3 == 0:
+            (group,) = (group for group in run.inner.param_groups if any(param is x for x in group["params"]))
+            state, fresh = run.inner.state[param], run.inner._internals.state_of(param, group).new_state(param.device)
+            fresh |= {"p0": param.detach().float()} if "p0" in fresh else {}
+            for key in state.keys() - ({"master_low_bits", "step"} if rows else {"master_low_bits"}):
+                where = ... if key == "step" or not rows else mask
+                state[key][where] = fresh[key][where]
+    run.steps(2)
+
+
 class Feature(NamedTuple):
     """Features, and under which layouts it is not to be had.
 
@@ -625,6 +645,14 @@ FEATURES: dict[str, Feature] = {
     "held": Feature(partial(held, batches=1), NOT_RELEASED, False),
     "held, accumulating": Feature(partial(held, batches=2), NOT_RELEASED, False),
     "held lamb": Feature(partial(held, batches=1, clip=False, rule="lamb"), NOT_RELEASED, False),
+    **{
+        f"rows reset {rule} {codec}": Feature(partial(reset, rows=True, rule=rule, codec=codec))
+        for rule, codec in [*PACKED, ("adagrad", "companded8"), ("adamw", "log8")]
+    },
+    "rows reset normuon": Feature(partial(reset, rows=True, rule="normuon"), NOT_MUON),
+    "reset": Feature(partial(reset, rows=False), BY_UNIT),
+    "reset bf16 24": Feature(partial(reset, rows=False, dtype=torch.bfloat16, master_weight_bits=24), BY_UNIT),
+    "rows reset bf16 32": Feature(partial(reset, rows=True, dtype=torch.bfloat16, master_weight_bits=32)),
 }
 
 

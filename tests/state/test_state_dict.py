@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -485,15 +486,32 @@ def test_empty_entries_are_no_state() -> None:
     assert get_optimizer_state_dict(nn.ParameterDict(params), optimizer)["state"].keys() == set("abc")
 
 
-def test_the_state_of_some_parameters_is_forgotten() -> None:
+def test_the_state_of_some_parameters_is_reset() -> None:
     params, optimizer = named("abc")
     step_named(params, optimizer)
     fresh, expected = named("abc")
     step_named(fresh, expected)
-    with pytest.raises(ValueError, match="params: got a tensor that is in no param group"):
-        optimizer.reset_state([params["a"], Parameter(torch.ones(2))])
-    assert all(optimizer.state[param] for param in params.values())
-    optimizer.reset_state(iter([params["a"], params["c"]]))
+    for given, rows, message in (
+        ([params["a"], Parameter(torch.ones(2))], None, "params: got a tensor that is in no param group"),
+        (["a", "d*"], None, r"got pattern 'd\*', which matches no parameter, expected one for names such as a, b, c"),
+        (None, [64], r"rows: got \[64\] for a parameter of shape"),
+        *(
+            ("?", rows, r"for a parameter of shape \(64, 96\), expected the numbers of its rows, or a bool for each")
+            for rows in ([64], [-65], [0.5], torch.ones(63, dtype=torch.bool), torch.ones(64))
+        ),
+    ):
+        before = copy.deepcopy(optimizer.state[params["a"]])
+        with pytest.raises(ValueError, match=message):
+            optimizer.reset_state(given, rows=rows)
+        assert_same(optimizer.state[params["a"]], before)
+    unnamed = shardopt.AdamW8bit([Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match=r"expected one for names such as those of model\.named_parameters"):
+        unnamed.reset_state("*")
+    addresses = {key: x.data_ptr() for key, x in optimizer.state[params["a"]].items()}
+    optimizer.reset_state([], rows=[])
+    optimizer.reset_state("b", rows=[])
+    optimizer.reset_state(iter([params["a"], "c"]))
+    assert {key: x.data_ptr() for key, x in optimizer.state[params["a"]].items()} == addresses
     one = shardopt.AdamW8bit([fresh["a"], fresh["c"]])
     for _ in range(2):
         step_named(params, optimizer)
@@ -506,6 +524,34 @@ def test_the_state_of_some_parameters_is_forgotten() -> None:
         for name, param in params.items():
             assert torch.equal(param, fresh[name])
             assert_same(optimizer.state[param], (expected if name == "b" else one).state[fresh[name]])
+
+
+@pytest.mark.parametrize(("codec", "rows"), [("dynamic8", 80), ("log4", 50)])
+def test_state_goes_on_after_embeddings_are_resized(codec: str, rows: int) -> None:
+    """By the function of docs/reset_state.md: old rows keep their bits, and new ones are a new optimizer's."""
+    page = (Path(__file__).parents[2] / "docs" / "reset_state.md").read_text()
+    (code,) = re.findall(r"^```python\n(import torch\n+def load_resized.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code, names := {})
+
+    def made(rows: int) -> tuple[dict[str, Parameter], ShardedOptimizer]:
+        shapes = {"embed": (rows, 96), "norm": (96,), "scale": ()}
+        params = {name: Parameter(values(shape, 7, torch.bfloat16)) for name, shape in shapes.items()}
+        return params, shardopt.AdamW8bit(params.items(), codec=codec, master_weight_bits=24)
+
+    (params, old), (resized, new) = made(64), made(rows)
+    for seed in range(2):
+        step(old, params, {name: values(tuple(p.shape), seed, p.dtype) for name, p in params.items()})
+    expected = copy.deepcopy(old.state_dict()["state"])
+    names["load_resized"](new, old)
+    kept, state = min(rows, 64), new.state[resized["embed"]]
+    fresh = new._internals.state_of(resized["embed"], new.param_groups[0]).new_state(torch.device("cpu"))
+    for key, x in fresh.items():
+        if key == "step":
+            assert state[key] == 2
+        else:
+            assert torch.equal(state[key], torch.cat([expected[0][key][:kept], x[kept:]]))
+    for number, name in ((1, "norm"), (2, "scale")):
+        assert_same(new.state[resized[name]], expected[number])
 
 
 def test_torch_leaves_out_the_state_of_frozen_parameters() -> None:

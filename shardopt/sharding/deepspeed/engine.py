@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -56,25 +56,29 @@ def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
             "parameters under one name, expected data parallelism and experts of deepspeed.moe.layer.MoE only; use "
             "engine.save_checkpoint and load_checkpoint"
         )
-    if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
-        with replaced_parameters(engine.module, _masters(wrapper)):
-            yield engine.module, engine.basic_optimizer
-        return
-    if not hasattr(wrapper, "_set_fp32_optimizer_param_groups"):  # not ZeRO 3: all is in the param groups
-        yield engine.module, engine.basic_optimizer
-        return
-    from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
+    with ExitStack() as stack:
+        if hasattr(wrapper, "fp32_groups"):  # ZeRO 0 with bf16 or fp16
+            stack.enter_context(replaced_parameters(engine.module, _masters(wrapper)))
+        stack.enter_context(masters_in_groups(wrapper))
+        if hasattr(wrapper, "_set_fp32_optimizer_param_groups"):  # ZeRO 3
+            from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
 
-    stepped = {id(param) for group in wrapper.fp16_groups for param in group}
-    frozen = [param for param in engine.module.parameters() if id(param) not in stepped]
-    wrapper._set_fp32_optimizer_param_groups()
-    try:
-        # On exit, rank 0's values are broadcast, as a load may have changed them.
-        gathered = GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen))
-        with masters_in_memory(wrapper), gathered:
-            yield engine.module, engine.basic_optimizer
-    finally:
-        wrapper._clear_fp32_optimizer_param_groups()
+            stepped = {id(param) for group in wrapper.fp16_groups for param in group}
+            frozen = [param for param in engine.module.parameters() if id(param) not in stepped]
+            # On exit, rank 0's values are broadcast, as a load may have changed them.
+            stack.enter_context(GatheredParameters(frozen, modifier_rank=0, enabled=bool(frozen)))
+        yield engine.module, engine.basic_optimizer
+
+
+@contextmanager
+def masters_in_groups(wrapper: Any) -> Iterator[None]:
+    """Puts ZeRO 3's flat masters into memory and into the param groups, where other stages have theirs anyway."""
+    with masters_in_memory(wrapper):
+        getattr(wrapper, "_set_fp32_optimizer_param_groups", lambda: None)()
+        try:
+            yield
+        finally:
+            getattr(wrapper, "_clear_fp32_optimizer_param_groups", lambda: None)()
 
 
 def _masters(wrapper: Any) -> dict[Tensor, Tensor]:
@@ -100,10 +104,7 @@ def copy_masters(model: Module) -> None:
 
 
 def refuse_state_access(wrapper: Any) -> None:
-    """Has ``safe_get_full_optimizer_state`` and similar functions of DeepSpeed raise on all ranks for our state.
-
-    DeepSpeed looks for float32 tensors laid out like the masters; ranks that find some would wait for ranks that raise.
-    """
+    """Has DeepSpeed's ``safe_get_full_optimizer_state`` and the like raise on all ranks for our state."""
     if type(wrapper).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         wrapper._get_fp32_opt_state_partition = _refuse_states(wrapper._get_fp32_opt_state_partition)
     elif hasattr(wrapper, "_link_all_hp_params"):  # ZeRO 1 and 2, BF16_Optimizer

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardopt.layout.names import number_parameters, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
-from shardopt.sharding.deepspeed.engine import refuse_state_access, register_engine
+from shardopt.sharding.deepspeed.engine import masters_in_groups, refuse_state_access, register_engine
 from shardopt.sharding.deepspeed.masters import share_storage
 from shardopt.sharding.deepspeed.muon import clear_muon_marks, muon_param_groups
 from shardopt.sharding.deepspeed.offload import (
@@ -90,6 +90,7 @@ def install(engine_module: ModuleType) -> None:
             _warn_of_lost_updates(self)
             refuse_state_access(self.optimizer)
             register_engine(self)
+            self.basic_optimizer._internals.open_groups = partial(masters_in_groups, self.optimizer)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
@@ -118,11 +119,7 @@ def hook_accelerate(module: ModuleType) -> None:
 
 
 def _prepare_engine(engine: Any, optimizer: Any) -> Any:
-    """Checks that the config suits an optimizer of shardopt, and changes the engine for it. Returns the optimizer.
-
-    DeepSpeed's marks for its own Muon become False, its CPU Adam is not demanded, and the optimizer pauses until the
-    engine is configured. Nothing happens with other optimizers.
-    """
+    """Checks that the config suits an optimizer of shardopt, and adapts the engine. Returns any optimizer."""
     if isinstance(optimizer, QuantizedState):
         raise RuntimeError(
             f"got quantize_state of {type(optimizer._inner).__name__} under DeepSpeed, which flattens parameters, "

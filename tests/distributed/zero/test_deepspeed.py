@@ -362,6 +362,22 @@ def test_states_go_and_come_back(layout: str, what: str) -> None:
 
 
 @pytest.mark.deepspeed_ranks(2)
+@pytest.mark.parametrize("layout", ["1 round robin", "2 masters offload", "3 sub-groups"])
+def test_rows_are_reset(layout: str) -> None:
+    """By names: an engine's optimizer has flat tensors, under ZeRO 3 in steps only."""
+    of = twins(_config(layout))
+    engine, (model, optimizer) = of.engine(STEPS), of.whole(STEPS)
+    engine.basic_optimizer.reset_state(["embed.*", "head.*"], rows=range(10, 30))
+    optimizer.reset_state([model.embed.weight, *model.head.parameters()], rows=range(10, 30))
+    assert_as_whole(engine, model, optimizer)
+    with pytest.raises(ValueError, match="which are one flat tensor with one step count"):
+        engine.basic_optimizer.reset_state("embed.*")
+    step_engine(engine, STEPS)
+    step_whole(model, optimizer, STEPS)
+    assert_as_whole(engine, model, optimizer)
+
+
+@pytest.mark.deepspeed_ranks(2)
 @pytest.mark.parametrize(("stage", "zero"), [(2, ROUND_ROBIN), (3, THRESHOLD)])
 def test_frozen_parameters(tmp_path: Path, stage: int, zero: Zero) -> None:
     """From an engine to no engine, and back to another."""
