@@ -56,10 +56,6 @@ def test_every_page_can_be_reached() -> None:
     assert set(PAGES) <= reached, f"not linked to: {sorted(page.name for page in set(PAGES) - reached)}"
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
-
-
 def test_the_site_has_every_page() -> None:
     """Without MkDocs: its navigation names every page of docs/, and no other."""
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

@@ -63,12 +63,6 @@ def test_snippet(programs: Programs, snippet: str, tmp_path: Path) -> None:
     programs.run(snippet, tmp_path)
 
 
-def test_first_screen_says_what_it_is() -> None:
-    first = "\n".join(README.read_text().splitlines()[:55])
-    for needed in ("bytes per parameter", "pip install", "fully_shard", "**Status:**", "not run on a GPU"):
-        assert needed in first
-
-
 def test_the_tests_that_the_table_of_clients_names_exist() -> None:
     """Each row of the table of frameworks and modes names tests that exist."""
     table = (ROOT / "tests" / "clients" / "README.md").read_text().partition("\n| mode |")[2]
