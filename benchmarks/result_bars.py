@@ -11,11 +11,11 @@ from results import ROOT, Cell
 
 sys.path.insert(0, str(ROOT / "docs" / "figures"))
 
-from drawing import BLUE, GREEN, ORANGE, PINK, VIOLET, Drawing
+from drawing import BLUE, GREEN, ORANGE, PINK, SMALL, VIOLET, Drawing
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, PINK)
-WIDTH, LEFT, RIGHT, BAR, GAP = 840, 265, 90, 17, 9  # pixels; RIGHT is left free for values
-LETTER = 7.1  # pixels that a letter takes at most, in the mean
+WIDTH, LEFT, RIGHT, BAR, GAP = 840, 292, 60, 18, 9  # pixels; RIGHT is left free for values
+LETTER = 7.6  # pixels that a letter takes at most, in the mean
 
 
 @dataclass(frozen=True)
@@ -55,37 +55,28 @@ class Bars:
         shown = {group: self._of_group(group) for group in self.groups}
         if not any(shown.values()):
             raise ValueError(f"got no figures for {self.title!r}, expected some; run the whole benchmark")
-        ends = [max(sizes) for bars in shown.values() for sizes, _ in bars]
+        ends = [size for bars in shown.values() for size, _ in bars]
         unit = (WIDTH - LEFT - RIGHT) / max(*ends, self.line[0] if self.line else 0)
         at_line = LEFT + self.line[0] * unit if self.line else 0.0
         top = y = 34.0 + (18 if self.line else 0)
         for group, bars in shown.items():
             drawing.text(LEFT - 10, y + len(bars) * BAR / 2 + 4, group, "end")
-            for sizes, colour in bars:
-                drawing.rect(LEFT, y + 1, width := max(mean(sizes), 0) * unit, BAR - 3, fill=colour)
+            for size, colour in bars:
+                drawing.rect(LEFT, y + 1, width := max(size, 0) * unit, BAR - 3, fill=colour)
                 x = LEFT + width
-                text = ", ".join(f"{n:.{self.digits}f}" for n in sizes)
+                text = f"{size:.{self.digits}f}"
                 if self.line and x < at_line < x + 14 + LETTER * len(text):
                     x = at_line
-                drawing.text(x + 7, y + 13, text, bold=True, font_size="12")
+                drawing.text(x + 7, y + 13, text, bold=True, font_size=SMALL)
                 y += BAR
             y += GAP
         if self.line:
             drawing.line([(at_line, top - 3), (at_line, y - GAP + 2)], stroke_dasharray="4 3", stroke_opacity="0.6")
-            drawing.text(at_line, top - 8, self.line[1], "middle", font_size="12")
+            drawing.text(at_line, top - 8, self.line[1], "middle", font_size=SMALL)
         drawing.text(LEFT, y + 12, self.caption)
         return drawing.svg(round(y + 22))
 
-    def _of_group(self, group: str) -> list[tuple[list[float], str]]:
-        """Figures and colour of each bar."""
-        found = [
-            (_sizes(cells.get(group)), colour) for cells, colour in zip(self.series.values(), COLOURS, strict=False)
-        ]
-        return [(sizes, colour) for sizes, colour in found if sizes]
-
-
-def _sizes(cell: Cell) -> list[float]:
-    """Figures of one run or several, whose mean has a bar."""
-    if isinstance(cell, list):
-        return cell
-    return [] if cell is None else [float(cell)]
+    def _of_group(self, group: str) -> list[tuple[float, str]]:
+        """Figure and colour of each bar; of several runs the mean."""
+        cells = [(of.get(group), colour) for of, colour in zip(self.series.values(), COLOURS, strict=False)]
+        return [(mean(cell) if isinstance(cell, list) else float(cell), colour) for cell, colour in cells if cell]

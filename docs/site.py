@@ -28,9 +28,9 @@ OUTSIDE = {
     "tests/clients/README.md": "tests/clients/README.md",
     **{
         str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
-        for path in (ROOT / "benchmarks/results").glob("*/*.json")
+        for pattern in ("benchmarks/results/*/*.json", "examples/*", "shardopt/**/*.py", "csrc/**/*.h")
+        for path in ROOT.glob(pattern)
     },
-    **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*")},
 }
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):<code>~?([^<]+)</code>")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")

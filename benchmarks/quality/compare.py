@@ -29,8 +29,6 @@ class Comparison:
         diverged: runs with a loss that is no finite number; they are in none of the figures above.
         runs: finite and diverged runs.
         state_bytes: per parameter that is trained.
-        weight_bytes: per parameter that is trained.
-        curves: training curves of the finite runs, by seed.
     """
 
     name: str
@@ -40,8 +38,6 @@ class Comparison:
     diverged: int
     runs: int
     state_bytes: float
-    weight_bytes: float
-    curves: dict[int, list[float]]
 
     @property
     def verdict(self) -> str:
@@ -96,6 +92,4 @@ def _comparison(name: str, by_optimizer: dict[str, dict[int, Record]]) -> Compar
         len(runs) - len(finite),
         len(runs),
         some["state_bytes"],
-        some["weight_bytes"],
-        {seed: run["curve"] for seed, run in sorted(runs.items()) if run["finite"]},
     )

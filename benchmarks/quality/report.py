@@ -30,17 +30,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, MORE = "quality.md", "tables.md"
 
 
-#: Codec -> the verdict on it, and when to take it. Evidence stands beside them, from the lines.
-VERDICTS = {
-    "log8": ("the codec of the `...8bit` names", "always, unless a reason in the rows below holds"),
-    "companded8": (
-        "not shown to be worse by more than 0.3%",
-        "state of FlashOptim is taken over; speed on the CPU matters most",
-    ),
-    "dynamic8": ("above float32 on `long`, by how much is open", "state of bitsandbytes or torchao is taken over"),
-    "bf16": ("twice the bytes of 8 bits", "moments are to be close to float32's"),
-    "log4": ("experimental", "memory decides, and a run with 8 bits is there to compare with"),
-}
+#: Codecs of the table on docs/quality.md.
+CODECS = ("log8", "companded8", "dynamic8", "bf16", "log4")
 
 
 def main(argv: list[str]) -> None:
@@ -52,8 +43,7 @@ def main(argv: list[str]) -> None:
     compared = {task: compare(found) for task, found in lines.items() if found}
     tuning = {task: records.read(given.results / "tuning" / f"{task}.jsonl") for task in TASKS}
     long_runs = courses(lines[LONG])
-    others = ("streams", "levels", "updates")
-    streams, levels, updates = (records.read(given.results / f"{name}.jsonl") for name in others)
+    streams, levels = (records.read(given.results / f"{name}.jsonl") for name in ("streams", "levels"))
     tables = {
         "verdicts": verdict_table(compared),
         "overview": overview(compared),
@@ -76,7 +66,7 @@ def main(argv: list[str]) -> None:
 
     folder = given.docs / "figures"
     folder.mkdir(exist_ok=True)
-    figures.draw(compared, streams, levels, updates, long_runs, folder)
+    figures.draw(compared, streams, levels, long_runs, folder)
     print(f"{', '.join(map(str, pages))}: {', '.join(tables)}; figures in {folder}")
 
 
@@ -104,30 +94,20 @@ def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def verdict_table(compared: dict[str, list[Comparison]]) -> str:
-    """A row per codec: which tasks show it to be within the goal, which do not, and which are not decided."""
-    rows = []
-    for name, (verdict, use) in VERDICTS.items():
-        found = {task: it for task, comparisons in compared.items() for it in comparisons if it.name == name}
-        state = next((it.state_bytes for it in found.values()), None)
-        rows.append(
-            [
-                f"`{name}`, {state:.2f} bytes" if state is not None else f"`{name}`",
-                verdict,
-                "; ".join(_evidence(found, answer) for answer in ("yes", "open", "no") if _evidence(found, answer)),
-                use,
-            ]
-        )
-    return table_of(["codec, state per parameter", "verdict", "evidence", "when to take it"], rows)
+    """Rows: tasks; columns: codecs; difference in %, half of its t interval, and pairs; bold within the goal."""
+    found = {task: {it.name: it for it in comparisons} for task, comparisons in compared.items()}
+    sizes = {name: it[name].state_bytes for name in CODECS for it in found.values() if name in it}
+    heads = [f"`{name}`, {sizes[name]:.2f} bytes" if name in sizes else f"`{name}`" for name in CODECS]
+    return table_of(
+        ["task", *heads], ([task, *(_evidence(it.get(name)) for name in CODECS)] for task, it in found.items())
+    )
 
 
-def _evidence(found: dict[str, Comparison], answer: str) -> str:
-    """The tasks with this verdict, each with its difference and its pairs."""
-    tasks = [
-        f"{task} {_plus_minus(it.difference)} ({0 if it.difference is None else it.difference.count})"
-        for task, it in found.items()
-        if it.verdict == answer
-    ]
-    return f"{answer}: {', '.join(tasks)}" if tasks else ""
+def _evidence(it: Comparison | None) -> str:
+    if it is None or it.difference is None:
+        return ""
+    text = _plus_minus(it.difference)
+    return f"{f'**{text}**' if it.verdict == 'yes' else text} ({it.difference.count})"
 
 
 def task_table(comparisons: list[Comparison]) -> str:
@@ -145,7 +125,7 @@ def _row(it: Comparison) -> list[str]:
         "" if it.loss is None else f"{it.loss:.4f}",
     ]
     if it.choice.baseline == it.name:
-        return [*cells, "yardstick", "", "", "", ""]
+        return [*cells, "baseline", "", "", "", ""]
     if it.difference is None:
         return [*cells, "", "", "", "", it.verdict]
     found = it.difference

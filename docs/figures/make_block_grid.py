@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from drawing import BLUE, GREY, ORANGE, PINK, Drawing
+from drawing import BLUE, GREY, ORANGE, PINK, SMALL, Drawing
 from shardopt.layout import BlockGrid, FlatShard, GridPartition, Shard
 from shardopt.layout.partition import Cut
 
@@ -76,7 +76,7 @@ def draw_panel(drawing: Drawing, x: float, y: float, title: str, shards: Sequenc
             top = y + PITCH * piece.row
             style = {"fill": "none", "stroke": PINK, "stroke_width": "2.5"}
             drawing.rect(left - 2, top - 2, UNIT * size + 4, ROW + 4, **style)
-            drawing.text(left + UNIT * size / 2, top - 7, "cut block", "middle", fill=PINK, font_size="12")
+            drawing.text(left + UNIT * size / 2, top - 7, "cut block", "middle", fill=PINK, font_size=SMALL)
     return cut
 
 
@@ -97,7 +97,7 @@ def draw_exchange(drawing: Drawing, x: float, y: float, cut: Sequence[Piece]) ->
     for at, end in zip(middles, (middle - 70, middle + 70), strict=True):
         drawing.arrow((at, top + ROW + 6), (end, box - 4))
     drawing.rect(middle - 150, box, 300, 26, fill="none", stroke=GREY, rx="4")
-    drawing.text(middle, box + 17, "all-reduce (maximum), 8 bytes per moment", "middle", font_size="12")
+    drawing.text(middle, box + 17, "all-reduce (maximum), 8 bytes per moment", "middle", font_size=SMALL)
     sent = ["Each rank sends the extremes of its piece: the", "largest and the smallest nonzero magnitude."]
     received = ["Both ranks get the extremes of the whole block,", "and so keep the same scales."]
     drawing.lines(middle, box + 46, sent, "middle")

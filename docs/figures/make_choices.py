@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from drawing import BLUE, GREY, Drawing
+from drawing import BLUE, GREY, SMALL, Drawing
 
 TARGET = Path(__file__).with_name("choices.svg")
 WIDTH, LEFT, ASKED, BOX, ROW = 840, 10, 270, 520, 40  # pixels; questions end at ASKED, results begin at BOX
@@ -27,7 +27,7 @@ PARTS = {
     "1. State, in bytes per parameter": (
         Question("State exact, as a baseline?", {"yes": "AdamW: 8 bytes"}, "no"),
         Question(
-            "Codes to go on from?",
+            "State to take over?",
             {
                 "of bitsandbytes": "codec='dynamic8', block_size=256",
                 "of FlashOptim": "codec='companded8', block_size=32",
@@ -76,13 +76,13 @@ def figure() -> str:
                 if index:
                     drawing.line([(ASKED + 12, middle - ROW), (ASKED + 12, middle)])
                 drawing.arrow((ASKED + 12 if index else ASKED, middle), (BOX, middle))
-                drawing.text(ASKED + 20, middle - 4, answer, font_size="12")
+                drawing.text(ASKED + 20, middle - 4, answer, font_size=SMALL)
                 drawing.rect(BOX, middle - 15, WIDTH - LEFT - BOX, 30, fill="none", stroke=GREY)
                 drawing.text(BOX + 10, middle + 4, result)
             end = y + len(results) * ROW
             if otherwise:
                 drawing.arrow((LEFT + 40, y + 30), (LEFT + 40, end + 12))
-                drawing.text(LEFT + 48, (y + end) / 2 + 25, otherwise, font_size="12")
+                drawing.text(LEFT + 48, (y + end) / 2 + 25, otherwise, font_size=SMALL)
                 end += 12
             y = end
         y += 8

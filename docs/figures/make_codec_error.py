@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drawing import BLUE, GREEN, ORANGE, PINK, VIOLET, Drawing, Point
+from drawing import BLUE, GREEN, ORANGE, PINK, SMALL, VIOLET, Drawing, Point
 from shardopt.codec import Moment, decode_moments, encode_moments, get_codec
 
 TARGET = Path(__file__).with_name("codec-error.svg")
@@ -72,13 +72,13 @@ class Panel:
         for log_error, label in ((-3, "0.1%"), (-2, "1%"), (-1, "10%"), (0, "100%"), (1, "1000%")):
             left, y = self.at(-DECADES, log_error)
             drawing.line([(left, y), (left + self.WIDTH, y)], stroke_opacity="0.3")
-            drawing.text(left - 8, y + 4, label, "end", font_size="12")
+            drawing.text(left - 8, y + 4, label, "end", font_size=SMALL)
         for power, label in enumerate(("1", "1/10", "1/100", "1/1000", "1/10⁴", "1/10⁵")):
             x, y = self.at(-power, self.LOW)
             drawing.line([(x, y), (x, y + 5)])
-            drawing.text(x, y + 19, label, "middle", font_size="12")
+            drawing.text(x, y + 19, label, "middle", font_size=SMALL)
         drawing.line([self.at(-DECADES, self.HIGH), self.at(-DECADES, self.LOW), self.at(0, self.LOW)])
-        drawing.text(self._x + self.WIDTH / 2, self._y + self.HEIGHT + 40, below, "middle", font_size="12")
+        drawing.text(self._x + self.WIDTH / 2, self._y + self.HEIGHT + 40, below, "middle", font_size=SMALL)
 
     def draw_curve(self, curve: Curve, **style: str) -> None:
         """A curve, from the right to where it leaves the panel."""
@@ -96,7 +96,7 @@ class Panel:
 def figure() -> str:
     """The figure as SVG."""
     drawing = Drawing(840, "Relative error of decoded moments by their size within the block, by codec")
-    drawing.text(60, 14, "median relative error after encoding and decoding")
+    drawing.text(60, 14, "median relative error of decoded values")
     panels = Panel(drawing, 60, 76), Panel(drawing, 485, 76)
     below = "√v relative to the largest √v in the block"
     for panel, title in zip(panels, ("Root of the second moment, √v", "Update, m / √v"), strict=True):

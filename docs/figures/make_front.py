@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drawing import BLUE, GREEN, GREY, ORANGE, Drawing
+from drawing import BLUE, GREEN, GREY, ORANGE, SMALL, Drawing
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 
@@ -40,16 +40,16 @@ def figure() -> str:
         drawing.text(LEFT - 8, y + 20, name, "end")
         drawing.rect(LEFT, y, size * UNIT, 30, fill=GREEN if size < CAPACITY else ORANGE)
         drawing.text(LEFT + size * UNIT + 6, y + 20, f"{size:.0f}", bold=True)
-    drawing.text(LEFT, 182, "weights, gradients and state; activations come on top", font_size="12")
-    x = 490
+    drawing.text(LEFT, 182, "weights, gradients and state; activations come on top", font_size=SMALL)
+    x = 482
     drawing.text(x, 22, "One checkpoint, any sharding, bitwise equal", bold=True)
     drawing.rect(x, 84, 118, 44, fill="none", stroke=GREY, rx="4")
     drawing.lines(x + 59, 103, ["saved by", "8 ranks, FSDP2"], "middle")
     for row, name in enumerate(LOADED):
         y = 40 + 36 * row
         drawing.arrow((x + 122, 106), (x + 206, y + 14), stroke=BLUE)
-        drawing.rect(x + 210, y, 124, 28, fill="none", stroke=BLUE, rx="4")
-        drawing.text(x + 272, y + 19, name, "middle")
+        drawing.rect(x + 210, y, 132, 28, fill="none", stroke=BLUE, rx="4")
+        drawing.text(x + 276, y + 19, name, "middle")
     return drawing.svg(HEIGHT - 20)
 
 

@@ -20,7 +20,7 @@ from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 
 TARGET = Path(__file__).with_name("memory.svg")
-WIDTH, LEFT, TOP, ROW, UNIT = 840, 300, 40, 26, 29  # pixels; UNIT is those of one byte
+WIDTH, LEFT, TOP, ROW, UNIT = 840, 312, 40, 26, 28.5  # pixels; UNIT is those of one byte
 
 
 class Bar(NamedTuple):

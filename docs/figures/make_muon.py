@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from drawing import BLUE, GREEN, GREY, ORANGE, VIOLET, Drawing
+from drawing import BLUE, GREEN, GREY, ORANGE, SMALL, VIOLET, Drawing
 from shardopt.kernels.newton_schulz import QUINTIC, NewtonSchulz
 from shardopt.state.rule import Orthogonalized
 from shardopt.step.inputs import StepParameter
@@ -81,7 +81,7 @@ def figure() -> str:
         colour, y = COLOURS[name], middle[owner]
         drawing.rect(438, y - SIDE / 2, 84, SIDE, fill=colour, fill_opacity="0.25", stroke=colour, rx="4")
         drawing.text(480, y - 2, name, "middle", bold=True)
-        drawing.text(480, y + 16, f"{SHAPES[name][0]} x {SHAPES[name][1]}", "middle", font_size="12", fill=GREY)
+        drawing.text(480, y + 16, f"{SHAPES[name][0]} x {SHAPES[name][1]}", "middle", font_size=SMALL, fill=GREY)
     drawing.legend(90, top + LANE * RANKS + 14, COLOURS)
     return drawing.svg(top + LANE * RANKS + 24)
 

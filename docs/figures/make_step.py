@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drawing import GREY, KINDS, PINK, Drawing
+from drawing import GREY, KINDS, PINK, SMALL, Drawing
 from shardopt.estimate.ledger import Setup, estimate
 from shardopt.estimate.model import Model
 
@@ -87,14 +87,14 @@ def draw_block(drawing: Drawing, y: float, sizes: dict[str, float]) -> None:
         top = y + pitch * index
         box(drawing, begin + 12, top, end - begin - 24, 56, GREY, kept=False)
         drawing.text((begin + end) / 2, top + 22, name, "middle", bold=True)
-        drawing.text((begin + end) / 2, top + 42, line, "middle", font_size="12")
+        drawing.text((begin + end) / 2, top + 42, line, "middle", font_size=SMALL)
         if index:
             drawing.arrow(((begin + end) / 2, top - 17), ((begin + end) / 2, top - 2))
     top = y + 2 * pitch + 5
-    drawing.rect(left, top, 190, 46, fill="none", stroke=PINK, rx="5")
-    drawing.lines(left + 95, top + 19, ["cut blocks only: all-reduce of", "the extremes with other ranks"], "middle")
-    drawing.arrow((left + 194, top + 16), (begin + 8, top + 16), stroke=PINK)
-    drawing.arrow((begin + 8, top + 30), (left + 194, top + 30), stroke=PINK)
+    drawing.rect(left, top, 200, 46, fill="none", stroke=PINK, rx="5")
+    drawing.lines(left + 100, top + 19, ["cut blocks only: all-reduce", "of extremes with other ranks"], "middle")
+    drawing.arrow((left + 204, top + 16), (begin + 8, top + 16), stroke=PINK)
+    drawing.arrow((begin + 8, top + 30), (left + 204, top + 30), stroke=PINK)
 
 
 def draw_bars(drawing: Drawing, y: float, setups: dict[str, dict[str, float]]) -> None:
@@ -121,8 +121,8 @@ def figure() -> str:
     drawing = Drawing(WIDTH, "One step: from the gradient to the kernel call, and the memory that it reads and writes")
     sizes = bytes_of("bfloat16")
     drawing.text(1, 14, "On the host, once per step", bold=True)
-    box(drawing, 560, 2, 16, 14, GREY, kept=True)
-    drawing.text(584, 14, "kept between steps")
+    box(drawing, 540, 2, 16, 14, GREY, kept=True)
+    drawing.text(564, 14, "kept between steps")
     box(drawing, 724, 2, 16, 14, GREY, kept=False)
     drawing.text(748, 14, "not kept")
     draw_host(drawing, 28)

@@ -22,12 +22,12 @@ import torch
 
 import shardopt
 import shardopt.checkpoint
-from drawing import BLUE, GREEN, GREY, ORANGE, PINK, VIOLET, Drawing
+from drawing import BLUE, GREEN, GREY, ORANGE, PINK, SMALL, VIOLET, Drawing
 
 FOLDER = Path(__file__).parent
 PACKAGE = Path(shardopt.__file__).parent
 KERNELS = "_C"
-WIDTH, ROW, INDENT, LETTER = 840, 27, 18, 7.4  # pixels
+WIDTH, ROW, INDENT, LETTER = 840, 27, 18, 7.9  # pixels
 COLOURS = {"checkpoint": BLUE, "step": BLUE, "optim": ORANGE, "state": GREEN, "layout": VIOLET, "codec": PINK}
 #: Titles by figure, and the rooms that have a row for each of their files.
 FIGURES = {
@@ -143,10 +143,10 @@ def draw(title: str, root: Node) -> str:
     rows = list(root.walk())
     places = {id(node): (depth * INDENT + 1, 44 + index * ROW) for index, (depth, node) in enumerate(rows)}
     drawing.text(1, 16, title, bold=True)
-    drawing.line([(WIDTH - 396, 12), (WIDTH - 366, 12)])
-    drawing.text(WIDTH - 360, 16, "calls what it imports", font_size="12")
-    drawing.line([(WIDTH - 216, 12), (WIDTH - 186, 12)], stroke_dasharray="2 3")
-    drawing.text(WIDTH - 180, 16, "calls an object it was given", font_size="12")
+    drawing.line([(WIDTH - 414, 12), (WIDTH - 384, 12)])
+    drawing.text(WIDTH - 378, 16, "calls what it imports", font_size=SMALL)
+    drawing.line([(WIDTH - 226, 12), (WIDTH - 196, 12)], stroke_dasharray="2 3")
+    drawing.text(WIDTH - 190, 16, "calls an object it was given", font_size=SMALL)
     for _, node in rows:
         x, y = places[id(node)]
         for child in node.children:
@@ -159,9 +159,9 @@ def draw(title: str, root: Node) -> str:
         width = LETTER * len(node.name) + 14
         drawing.rect(x, y - 10, width, 20, stroke=colour, fill=colour, fill_opacity="0.16", rx="4")
         drawing.text(x + 7, y + 4.5, node.name)
-        left = int((WIDTH - x - width - 10) / 6.5)
+        left = int((WIDTH - x - width - 10) / 7.3)
         text = purpose(node)
-        drawing.text(x + width + 9, y + 4.5, text if len(text) <= left else text[: left - 1] + "…", font_size="12")
+        drawing.text(x + width + 9, y + 4.5, text if len(text) <= left else text[: left - 1] + "…", font_size=SMALL)
     return drawing.svg(44 + len(rows) * ROW - 8)
 
 

@@ -23,10 +23,10 @@ class StableEmbedding(Embedding):
     ``weight``, ``norm.weight`` and ``norm.bias``, as those of ``bitsandbytes.nn.StableEmbedding``.
 
     Args:
-        num_embeddings: as in :class:`torch.nn.Embedding`, like all arguments that are not listed.
-        embedding_dim: also the size of the layer norm.
-        padding_idx: its row begins as zeros and gets no gradient. Behind the layer norm the row is ``norm.bias``.
-        sparse: makes sparse gradients, which the optimizers of this package refuse.
+        num_embeddings: the number of rows.
+        embedding_dim: the width of a row, and of the layer norm.
+        **kwargs: as in :class:`torch.nn.Embedding`, as are further positional arguments. Behind the layer norm the row
+            of ``padding_idx`` is ``norm.bias``. The optimizers of this package refuse the gradients of ``sparse=True``.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:

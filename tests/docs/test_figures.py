@@ -73,7 +73,7 @@ def test_the_tour_is_in_the_order_of_calls(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     page = (FIGURES.parent / "how_it_works.md").read_text().partition("## A tour")[2]
-    for text, called in zip(page.split("\n### ")[1:], json.loads(done.stdout), strict=True):
+    for text, called in zip(page.split("\n### ")[1:3], json.loads(done.stdout), strict=True):
         stops = re.findall(r"^[0-9]+\. \[`(?:\w+\.)?(\w+)`\]\(\.\./(shardopt/[\w/]+\.py)\)", text, re.MULTILINE)
         assert 8 <= len(stops) <= 10
         assert [[file, name] for name, file in stops] == [call for call in called if call[::-1] in map(list, stops)]
