@@ -180,7 +180,7 @@ def _bias_correction(group: Mapping[str, Any]) -> float:
 
 
 def _check(name: str, value: Any, is_allowed: Callable[[Any], bool], expected: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
+    if not (type(value) is float or isinstance(value, Real)) or isinstance(value, bool) or not is_allowed(value):
         raise ValueError(f"{name}: got {value!r:.80}, expected a number {expected}; {REMEDY}")
 
 

@@ -186,6 +186,8 @@ def convert_sequences(group: dict[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     """Returns ``value`` with all sequences in it, nested ones too, as tuples, and all numbers as int or float."""
+    if type(value) in (int, float):  # as almost always: isinstance() takes longer
+        return value
     if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -36,12 +36,9 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 class Residency(NamedTuple):
-    """The devices that store a parameter's state and run its step.
+    """The devices that store a parameter's moments and low bits, and its step count, where the kernels run.
 
-    Attributes:
-        offload: what a step copies between devices: None, "state", or "step" (gradients and parameters).
-        state_device: stores moments and low bits.
-        step_device: stores the step count and runs the kernels.
+    ``offload``: what a step copies between devices: None, "state", or "step" (gradients and parameters).
     """
 
     offload: Offload

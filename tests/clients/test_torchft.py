@@ -11,9 +11,9 @@ from needed import needs
 
 pytestmark = needs("torchft")
 
-#: Trains until it has taken four steps with the other replica, one of which fails first; prints a line per attempt.
+#: Takes four steps with the other replica, after one that fails.
 REPLICA = """
-import hashlib, os, sys
+import hashlib, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import shardopt, torch, torch.distributed as dist, torchft
@@ -43,8 +43,9 @@ together, has_failed = 0, False
 while together < 4:
     step = manager.current_step()
     wrapped.zero_grad()
+    time.sleep(0 if together else 0.1)
     loss_of(parallel, make_batch(step, number)).backward()
-    assert shardopt.clip_grad_norm_(model.parameters(), 0.05, optimizer=optimizer) > 0.05
+    assert shardopt.clip_grad_norm_(model.parameters(), 1e-4, optimizer=optimizer) > 1e-4
     if step == 2 and number == 0:
         optimizer.param_groups[0]["lr"] = 3e-3
         begun.touch()
@@ -66,7 +67,7 @@ def test_a_replica_joins(tmp_path: Path) -> None:
     from torchft.coordination import LighthouseServer
 
     begun, env = tmp_path / "begun", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=60_000)
     replicas = []
     try:
         for number in range(2):
@@ -82,5 +83,4 @@ def test_a_replica_joins(tmp_path: Path) -> None:
         lighthouse.shutdown()
     assert [replica.returncode for replica in replicas] == [0, 0], (tmp_path / "errors 1").read_text()
     first, second = ([line.split() for line in output.splitlines()] for output in outputs)
-    assert len(second) == 6  # the one that joins it, four together, and one that fails
-    assert first[-len(second) :] == second
+    assert first[-6:] == second  # the one by which it joins, four together, and the one that fails

@@ -508,7 +508,6 @@ def test_the_state_of_some_parameters_is_reset() -> None:
     with pytest.raises(ValueError, match=r"expected one for names such as those of model\.named_parameters"):
         unnamed.reset_state("*")
     addresses = {key: x.data_ptr() for key, x in optimizer.state[params["a"]].items()}
-    optimizer.reset_state([], rows=[])
     optimizer.reset_state("b", rows=[])
     optimizer.reset_state(iter([params["a"], "c"]))
     assert {key: x.data_ptr() for key, x in optimizer.state[params["a"]].items()} == addresses
