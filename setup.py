@@ -43,6 +43,8 @@ ARM = {"cpu_neon.cpp": []}
 TARGET_FLAGS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {})
 
 
+CPU_SECONDS = 115  # of one core, to compile the CPU's sources on x86-64
+
 CUDA_SOURCES = (
     "csrc/step/cuda.cu",
     "csrc/step/cuda_rules.cu",
@@ -100,6 +102,14 @@ def say(line: str) -> None:
     if not sys.stdout.isatty():
         with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
             terminal.write(f"\n{line}\n")
+
+
+def announcement(cpu_files: int, archs: list[str], cores: int) -> str:
+    """The line that the build prints before it compiles: files, kinds of processors, and how long that takes."""
+    minutes = max(1, round(CPU_SECONDS / 60 / cores))
+    line = f"shardopt: compiling {cpu_files} files for {platform.machine()}, about {minutes} min on {cores} cores"
+    cuda = f"; and {len(CUDA_SOURCES)} of CUDA for compute capability {', '.join(archs)}, which takes longer"
+    return line + (cuda if archs else "")
 
 
 class CudaToolkit:
@@ -224,6 +234,7 @@ class BuildExtension(build_ext):
                 f"shardopt: the CUDA kernels are left out, as {left_out}; to get them, put nvcc on PATH and run "
                 "SHARDOPT_CUDA=1 pip install ."
             )
+        say(announcement(len(cpu_sources()), toolkit.archs() if toolkit else [], os.cpu_count() or 1))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = [pool.submit(compile_cuda, source) for source in (CUDA_SOURCES if toolkit else [])]
             compiled += [pool.submit(compile_cpu, source) for source in cpu_sources()]

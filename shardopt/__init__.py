@@ -56,7 +56,8 @@ def __getattr__(name: str) -> object:
     if name in ("checkpoint", "comm", "unit"):
         return _importlib.import_module(f"shardopt.{name}")
     # "from shardopt import NAME" would replace an AttributeError's text by Python's own, but not an ImportError's.
-    is_from = name in _removed.NAMES and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
-    raise (ImportError if is_from else AttributeError)(
-        f"module 'shardopt' has no attribute {name!r}{_removed.explain_removed([name])}"
-    )
+    explanation = _removed.explain_removed([name])
+    is_from = bool(explanation) and _sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    text = f"module 'shardopt' has no attribute {name!r}{explanation}"
+    # Python guesses a name that is meant from ``obj``: with None it does not beside an explanation.
+    raise ImportError(text) if is_from else AttributeError(text, **({"name": name, "obj": None} if explanation else {}))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardopt import doctor, program
+from shardopt import __version__, doctor, program
 from shardopt.checkpoint import inspect_command
 from shardopt.estimate import cli
 from shardopt.removed import explain_removed
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status; 141 (a shell's status for SIGPIPE) if the reader of standard output, such as `head`, is gone.
     """
     parser = argparse.ArgumentParser(prog="shardopt", description="8-bit optimizers for sharded training.")
+    parser.add_argument("--version", action="version", version=f"shardopt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (cli, inspect_command, doctor, program):
         command.add_parser(commands)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -16,11 +15,10 @@ from torch import Tensor
 
 import shardopt
 from shardopt import _C
-from shardopt.clients.names import is_supported as knows_names
+from shardopt.clients.names import VERSIONS as TRANSFORMERS
 from shardopt.kernels.dispatch import cpu_target, use_cpu_target
 from shardopt.sharding.deepspeed.hooks import VERSIONS as DEEPSPEED
-from shardopt.sharding.deepspeed.hooks import is_known
-from shardopt.sharding.hooks import PACKAGES, hooked_packages
+from shardopt.sharding.hooks import PACKAGES, hooked_packages, is_within
 
 #: Versions of PyTorch that shardopt was tested with: from the first, to before the second.
 TORCH = ((2, 6), (2, 16))
@@ -87,6 +85,10 @@ def all_findings() -> list[Finding]:
             if not torch.equal(_weight_after_steps("cpu"), expected):
                 differing.append(target)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = []
+    for index in range(count):
+        failure = _failure_on(f"cuda:{index}", expected) if _C.with_cuda else ""
+        gpus.append(Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), failure))
     packages = {}
     for name in CLIENTS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,7 +96,7 @@ def all_findings() -> list[Finding]:
     return [
         *torch_findings(torch.__version__, torch.version.cuda),
         *cpu_findings(_C.cpu_targets(), cpu_target(), differing),
-        *gpu_findings([_inspect_gpu(index, expected) for index in range(count)], with_cuda=_C.with_cuda),
+        *gpu_findings(gpus, with_cuda=_C.with_cuda),
         *package_findings(packages),
         hook_finding(hooked_packages()),
     ]
@@ -104,10 +106,9 @@ def torch_findings(version: str, cuda: str | None) -> list[Finding]:
     """Reports the versions of PyTorch, CUDA and NumPy; a PyTorch too old is a fault, an untested newer one a note."""
     text = f"PyTorch {version}, CUDA {cuda or 'not in it'}; NumPy {np.__version__}"
     tried = f"{_dotted(TORCH[0])} to before {_dotted(TORCH[1])}"
-    if _parsed(version) < TORCH[0]:
+    if is_within(version, ((0,), TORCH[0])):
         return [Finding(text, f"install PyTorch {tried}", is_fault=True)]
-    is_newer = _parsed(version) >= TORCH[1]
-    return [Finding(text, f"this version was not tried; tried are {tried}" if is_newer else "")]
+    return [Finding(text, "" if is_within(version, TORCH) else f"this version was not tried; tried are {tried}")]
 
 
 def cpu_findings(targets: Sequence[str], target: str, differing: Sequence[str]) -> list[Finding]:
@@ -151,10 +152,10 @@ def package_findings(packages: Mapping[str, str]) -> list[Finding]:
     findings = []
     for name, version in packages.items():
         remedy = ""
-        if name == "deepspeed" and not is_known(version):
+        if name == "deepspeed" and not is_within(version, DEEPSPEED):
             first, end = map(_dotted, DEEPSPEED)
             remedy = f"pip install 'deepspeed>={first},<{end}'; others are refused"
-        if name == "transformers" and not knows_names(version):
+        if name == "transformers" and not is_within(version, TRANSFORMERS):
             remedy = "optim= takes no names of ours in this version; pass optimizer_cls_and_kwargs to Trainer"
         findings.append(Finding(f"{name} {version}", remedy, is_fault=bool(remedy) and name == "deepspeed"))
     return findings
@@ -177,12 +178,6 @@ def _weight_after_steps(device: str) -> Tensor:
     return weight.detach().cpu()
 
 
-def _inspect_gpu(index: int, expected: Tensor) -> Gpu:
-    """Describes a GPU, and compares a trial step on it with the CPU's, if this build has CUDA kernels."""
-    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    return Gpu(name, capability, _failure_on(f"cuda:{index}", expected) if _C.with_cuda else "")
-
-
 def _failure_on(device: str, expected: Tensor) -> str:
     """Takes trial steps on a device. Returns how they failed, or "" if the weight has exactly the expected bits."""
     try:
@@ -190,11 +185,6 @@ def _failure_on(device: str, expected: Tensor) -> str:
         return "" if is_equal else "a trial step has other bits than on the CPU"
     except RuntimeError as error:
         return f"a trial step failed: {str(error).splitlines()[0]}"
-
-
-def _parsed(version: str) -> tuple[int, ...]:
-    """Parses a version: "2.9.1+cu128" gives (2, 9, 1), so that versions can be compared."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def _dotted(version: Sequence[int]) -> str:

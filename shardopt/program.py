@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardopt import optim
 from shardopt.optim import ShardedOptimizer
@@ -46,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run_program(args: argparse.Namespace) -> int:
-    """Replaces optimizer classes as ``--replace`` says, then runs the program as ``__main__``. Returns 0."""
+    """Replaces classes as ``--replace`` says, runs the program as ``__main__``, and names unused ones. Returns 0."""
     program, *arguments = args.program[1:] if args.program[0] == "--" else args.program
     path = program if args.module or os.path.exists(program) else shutil.which(program)
     if path is None:
@@ -55,10 +56,20 @@ def run_program(args: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd() if args.module else os.path.dirname(os.path.realpath(path)))
     for replacement in args.replace:
         _replace_class(*replacement)
-    if args.module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(path, run_name="__main__")
+    stepped: set[type] = set()
+    counting = register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.add(type(optimizer)))
+    try:
+        if args.module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        counting.remove()
+        for module, name, kind in args.replace:
+            if not any(issubclass(each, kind) for each in stepped):
+                found = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in stepped)) or "no optimizer"
+                text = f"--replace {module}.{name}={kind.__name__} replaced nothing: the program stepped {found}"
+                print(f"shardopt run: {text}; name the class that it uses, with its package", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Functions and options that earlier versions had and this one lacks, each with its replacement, for error messages."""
+"""Names of earlier versions and of bitsandbytes that this version lacks, with replacements, for error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,30 @@ QUANTIZE_STATE_OPTIONS = {
 }
 
 
+#: Arguments of bitsandbytes' optimizers.
+BITSANDBYTES_OPTIONS = {
+    "block_wise": "state is always quantized in blocks; leave the option out",
+    "is_paged": 'use offload="state"',
+    "min_8bit_size": "use min_quantized_numel",
+    "optim_bits": "AdamW8bit has 8-bit state, AdamW float32 state",
+    "percentile_clipping": "clip with torch.nn.utils.clip_grad_norm_; leave the option out",
+}
+
+#: Classes of bitsandbytes that shardopt does not have. The Adam there decays weights as AdamW does, by default by 0.
+BITSANDBYTES_CLASSES = {
+    f"{paged}{rule}{bits}": f"use {'AdamW' if rule == 'Adam' else rule}{bits.replace('32bit', '')}"
+    + (", weight_decay=0" if rule == "Adam" else "")
+    + (', offload="state"' if paged else "")
+    for rule in ("Adam", "AdamW", "AdEMAMix", "Lion", "SGD", "RMSprop", "Adagrad")
+    for paged in ("", "Paged")
+    for bits in ("", "8bit", "32bit")
+    if paged or bits == "32bit"
+}
+
+
 def explain_removed(names: Iterable[str]) -> str:
-    """Text to append to an error message: for each given name that an earlier version had, what to use instead."""
-    table = {**NAMES, **OPTIONS, **QUANTIZE_STATE_OPTIONS}
-    return "".join(f"; {name} was removed: {table[name]}" for name in sorted(names) if name in table)
+    """Text to append to an error message: for each given name that shardopt lacks and knows, what to use instead."""
+    texts = {name: f"was removed: {text}" for name, text in (NAMES | OPTIONS | QUANTIZE_STATE_OPTIONS).items()}
+    of_bitsandbytes = BITSANDBYTES_OPTIONS | BITSANDBYTES_CLASSES
+    texts |= {name: f"is of bitsandbytes: {text}" for name, text in of_bitsandbytes.items()}
+    return "".join(f"; {name} {texts[name]}" for name in sorted(names) if name in texts)

@@ -20,7 +20,7 @@ from torch.nn import Module
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
 from shardopt.optim.muon_groups import muon_groups
 from shardopt.optim.param_groups import ParamGroups, param_groups
-from shardopt.sharding.hooks import hooked_packages, install_hooks
+from shardopt.sharding.hooks import hooked_packages, install_hooks, is_within
 
 #: Every optimizer by its name for Trainer: "shardopt_adamw", "shardopt_adamw_8bit", "shardopt_adamw_4bit", ...
 NAMES: dict[str, type[ShardedOptimizer]] = {
@@ -44,7 +44,7 @@ def register() -> None:
         RuntimeError: the installed version of transformers has not been tried.
     """
     version = installed_version()
-    if version is not None and not is_supported(version):
+    if version is not None and not is_within(version, VERSIONS):
         first, end = (".".join(map(str, numbers)) for numbers in VERSIONS)
         raise RuntimeError(
             f"got transformers {version}, expected {first} or later, before {end}, to name optimizers by optim=; pass "
@@ -62,14 +62,9 @@ def installed_version() -> str | None:
         return None
 
 
-def is_supported(version: str) -> bool:
-    """Whether this version of transformers can be patched."""
-    return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < VERSIONS[1]
-
-
 def add_names(training_args: ModuleType) -> None:
     """Adds shardopt's names to the enumeration ``OptimizerNames``, if this version of transformers can be patched."""
-    if not is_supported(installed_version() or ""):
+    if not is_within(installed_version() or "", VERSIONS):
         return
     names = training_args.OptimizerNames
     for value in NAMES:
@@ -85,7 +80,7 @@ def add_names(training_args: ModuleType) -> None:
 
 def patch_trainer(trainer: ModuleType) -> None:
     """Patches Trainer to find shardopt's classes by name, if this version of transformers can be patched."""
-    if not is_supported(installed_version() or ""):
+    if not is_within(installed_version() or "", VERSIONS):
         return
     original = trainer.Trainer.get_optimizer_cls_and_kwargs
 

@@ -117,7 +117,8 @@ def split_weight(x: Tensor, low_bits: int, dtype: torch.dtype = torch.bfloat16) 
     high = (word + (1 << (low_bits - 1))) >> low_bits
     low = word - (high << low_bits)
     high = torch.where(magnitude > INFINITY_BITS, _NAN[dtype], high)
-    return _from_words(high | (b >> 16) & 0x8000, dtype), low.int()
+    word = high | (b >> 16) & 0x8000
+    return torch.where(word >= 0x8000, word - 0x10000, word).to(torch.int16).view(dtype), low.int()
 
 
 def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
@@ -128,7 +129,7 @@ def join_weight(high: Tensor, low: Tensor, low_bits: int) -> Tensor:
         low: an integer dtype.
         low_bits: 8 or 16.
     """
-    b = _words(high)
+    b = high.contiguous().view(torch.int16).long() & 0xFFFF
     word = (((b & 0x7FFF) << low_bits) + low.long()).clamp(min=0)  # below 0 if others set the parameter to zero
     if high.dtype == torch.bfloat16:
         magnitude = word << (16 - low_bits)
@@ -158,13 +159,3 @@ def noise_key(seed: int, parameter: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _TWO_WORDS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _TWO_WORDS
     return ((x ^ (x >> 31)) + parameter) & _TWO_WORDS
-
-
-def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterprets integers in [0, 2^16) as the bits of 16-bit floats of a dtype."""
-    return torch.where(words >= 0x8000, words - 0x10000, words).to(torch.int16).view(dtype)
-
-
-def _words(x: Tensor) -> Tensor:
-    """Reinterprets the bits of 16-bit floats as integers: int64 in [0, 2^16)."""
-    return x.contiguous().view(torch.int16).long() & 0xFFFF

@@ -25,12 +25,13 @@ from shardopt.removed import OPTIONS, explain_removed
 from shardopt.state.full_precision import check_float32_weights, float32_weights, store_float32_weights
 from shardopt.state.loaded_entries import check_keys
 from shardopt.state.options import (
+    DEFAULTS,
     STATE_FORMAT,
     check_options,
     check_repayment,
     convert_sequences,
-    warn_of_misspelt,
-    with_defaults,
+    refuse_misspelt,
+    refuse_unknown,
 )
 from shardopt.state.slice_spec import ROW_MOMENTS, StateDict
 
@@ -53,19 +54,21 @@ class ShardedOptimizer(OptimizerInterface):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: Mapping[str, Any]) -> None:
         self._internals = Internals(self)
+        self._internals.rounding_unset = "master_weight_bits" not in options
         convert_sequences(defaults)
-        super().__init__(params, {**defaults, **with_defaults({"codec": self.default_codec, **options})})
+        known = {**defaults, **DEFAULTS, "codec": self.default_codec}
+        refuse_unknown(options, known, TypeError)
+        super().__init__(params, {**known, **options})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler passes ``grad_scale`` and ``found_inf`` to ``step`` instead of unscaling itself.
 
-        The first of these cases decides. True while the backward pass takes steps: ``step`` then refuses a scaler, and
-        says what to do. False after Lightning has set it so, as it clips only gradients that GradScaler has unscaled.
-        False for flat shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales by itself.
-        True with float16 parameters, whose gradients GradScaler refuses to unscale. False if ``step`` is wrapped or has
-        hooks, as under Accelerate, which counts each call as a step: GradScaler then calls ``step`` only if all
-        gradients are finite. Else True.
+        The first of these cases decides. True while the backward pass takes steps: ``step`` then refuses a scaler.
+        False after Lightning has set it so, as it clips only gradients that GradScaler has unscaled. False for flat
+        shards: ShardedGradScaler makes the ranks agree on infinities only while it unscales. True with float16
+        parameters, whose gradients GradScaler refuses to unscale. False if ``step`` is wrapped or has hooks, as under
+        Accelerate, which counts each call as a step: GradScaler then calls ``step`` only if all gradients are finite.
         """
         released = self._internals.released
         if released is not None and not released.overlaps_forward:
@@ -111,7 +114,8 @@ class ShardedOptimizer(OptimizerInterface):
         completed = {**self.defaults, **param_group}
         check_options(completed)
         self.check_group(completed)
-        warn_of_misspelt(param_group, {*self.defaults, "params", "param_names"})
+        refuse_misspelt(param_group, self.defaults)
+        self._internals.rounding_unset &= "master_weight_bits" not in param_group
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
@@ -254,6 +258,8 @@ class ShardedOptimizer(OptimizerInterface):
             return loss
         if internals.may_be_dummy_step and internals.take_dummy_step(scaling):
             return loss
+        if internals.rounding_unset:
+            internals.warn_of_lost_updates()
         internals.warn_of_skipped()
         scaling = internals.with_clip_coefficient(scaling)
         # Gradients held in host memory are checked before any step is taken: an error then changes nothing.
@@ -312,8 +318,7 @@ class ShardedOptimizer(OptimizerInterface):
                     group.pop(option, None)
             states = state_dict["state"]
             for index, (group, param) in enumerate(self._all_params()):
-                if index in states:
-                    state = states[index]
+                if (state := states.get(index)) is not None:
                     moments = self._internals.state_of(param, group).decode(state)
                     row_moments = {ROW_MOMENTS: state[ROW_MOMENTS].clone()} if ROW_MOMENTS in state else {}
                     states[index] = {"step": state["step"].clone(), **moments, **row_moments}

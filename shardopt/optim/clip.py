@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -64,12 +65,14 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: another ``norm_type``, or ``optimizer`` has other parameters.
-        TypeError: ``optimizer`` is not one of shardopt's.
+        TypeError: ``optimizer`` is not one of shardopt's, or ``parameters`` is a module.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is True; a gradient is sparse or of another
             dtype; the shard of a parameter is unknown; ``optimizer`` steps parameters in the backward pass
             (:func:`shardopt.release_gradients`); or it holds gradients in the host's memory and is not given. Gradients
             are unchanged.
     """
+    if isinstance(parameters, Module):
+        raise TypeError(f"got the module {type(parameters).__name__}, expected parameters; pass model.parameters()")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if float(norm_type) not in (2.0, math.inf):
         raise ValueError(
@@ -78,7 +81,7 @@ def clip_grad_norm_(
         )
     optimizers = _optimizers(optimizer)
     held_releases = list(filter(None, (each._internals.held_release for each in optimizers)))
-    _refuse_held_elsewhere(params, held_releases)
+    _refuse_released(params, held_releases)
     for release in held_releases:
         release.collect_grads()  # copies to the host what is still in .grad
     if not params:
@@ -118,27 +121,26 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOp
                 f"optimizer: got {type(optimizer).__name__}, expected an optimizer of shardopt, which multiplies "
                 "gradients as it reads them; leave optimizer= out, and the gradients are multiplied in place"
             )
-        released = optimizer._internals.released
-        if released is not None and not released.overlaps_forward:
-            raise RuntimeError(
-                "optimizer: got one whose gradients are released, expected all gradients at once: parameters are "
-                "stepped during the backward pass, before the norm is known; release them with overlap_forward=True, "
-                "which steps parameters during the next forward pass, or train without clipping by the norm"
-            )
         optimizers.append(optimizer)
     return optimizers
 
 
-def _refuse_held_elsewhere(params: Iterable[Tensor], given: Sequence[Any]) -> None:
-    """Raises RuntimeError if a release missing in ``given`` holds gradients of the parameters in host memory."""
-    others: list[Any] = [release for release in releases if release.overlaps_forward and release not in given]
-    held = {param for release in others for param in release.host_gradients}
-    if held and (count := sum(param in held for param in params)):
-        raise RuntimeError(
-            f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "
-            "overlap_forward), expected their optimizer, which multiplies them as it reads them; call "
-            "clip_grad_norm_(..., optimizer=optimizer)"
-        )
+def _refuse_released(params: Sequence[Tensor], given: Sequence[Any]) -> None:
+    """Raises RuntimeError if parameters are stepped in the backward pass, or by a release missing in ``given``."""
+    for release in tuple(releases):
+        if not release.overlaps_forward and any(param in release.params for param in params):
+            raise RuntimeError(
+                "got parameters whose gradients are released, expected all gradients at once: parameters are stepped "
+                "during the backward pass, before the norm is known; release them with overlap_forward=True, which "
+                "steps parameters during the next forward pass, or train without clipping by the norm"
+            )
+        held = release.host_gradients if release.overlaps_forward and release not in given else ()
+        if count := sum(param in held for param in params):
+            raise RuntimeError(
+                f"got {count} parameters whose gradients are held in the host's memory (release_gradients with "
+                "overlap_forward), expected their optimizer, which multiplies them as it reads them; call "
+                "clip_grad_norm_(..., optimizer=optimizer)"
+            )
 
 
 def _check_parameters(

@@ -16,11 +16,10 @@ def agree_on_dummy_step(
 ) -> bool:
     """Collective: whether the present step is a dummy step, which torch.distributed.checkpoint and torchtitan take.
 
-    All ranks that share parameters must call this in a first step, also after a load or reset. One rank alone cannot
-    tell: in a warm-up from lr=0, its part of the gradients may be zero in an ordinary step. So ranks that share
-    parameters, directly or through one other rank, all-reduce the answer. ``has_begun`` tells whether a parameter was
-    stepped before, or has a gradient held outside of ``param.grad``; ``peers`` are the ranks whose optimizers have the
-    model's other parameters.
+    All ranks that share parameters must call this in a first step, also after a load or reset, and all-reduce the
+    answer, as in a warm-up from lr=0 one rank's part of the gradients may be zero in an ordinary step. ``has_begun``
+    tells whether a parameter was stepped before, or has a gradient held outside of ``param.grad``; ``peers`` are the
+    ranks whose optimizers have the model's other parameters.
     """
     if not all(_is_zero_rate(group.get("lr", 0.0)) for group in groups):
         return False

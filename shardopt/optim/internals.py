@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from shardopt import _C
+from shardopt.codec.base import are_finite
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
 from shardopt.layout import (
@@ -32,6 +33,7 @@ from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.missing_gradients import MissingGradients
 from shardopt.optim.param_groups import check_patterns
 from shardopt.state.full_precision import float32_weights, reset_stale_low_bits
+from shardopt.state.names import param_name
 from shardopt.state.options import TABLE_FORMAT, convert_sequences
 from shardopt.state.residency import StateResidency
 from shardopt.state.slice_spec import LOW_BITS, SliceSpec
@@ -46,23 +48,8 @@ _SAMPLED_GRADIENTS = 16
 _CPU = torch.device("cpu")
 
 
-class Released(Protocol):
-    """A gradient release, as the optimizer uses it; implemented, and documented, by shardopt/release/backward.py."""
-
-    @property
-    def overlaps_forward(self) -> bool: ...
-    @property
-    def params(self) -> Collection[Tensor]: ...
-    def wait(self) -> None: ...
-    def check_step(self, closure: object, scaling: LossScaling) -> None: ...
-    def next_step(self) -> None: ...
-    def discard(self) -> None: ...
-    def invalidate_steps(self, *, discard_gradients: bool) -> None: ...
-    def end(self) -> None: ...
-
-
-#: All releases of gradients (:func:`shardopt.release_gradients`) in this process that have begun and not ended.
-releases: WeakSet[Released] = WeakSet()
+#: All releases of gradients (shardopt/release/backward.py) in this process that have begun and not ended.
+releases: WeakSet[Any] = WeakSet()
 
 
 def wait_for_steps(params: Iterable[Tensor]) -> None:
@@ -71,14 +58,6 @@ def wait_for_steps(params: Iterable[Tensor]) -> None:
     for released in tuple(releases):
         if not wanted.isdisjoint(released.params):
             released.wait()
-
-
-class _ClipSample(NamedTuple):
-    """A gradient at the time when :meth:`Internals.set_clip_coefficient` was called."""
-
-    param: ref[Tensor]
-    gradient: ref[Tensor]
-    version: int
 
 
 class Internals:
@@ -100,6 +79,7 @@ class Internals:
         open_groups: makes a context in which all parameters are in the param groups, as ZeRO 3's are in steps only.
         pauses: number of active :meth:`paused` blocks; while it is not 0, ``step()`` does nothing.
         may_be_dummy_step: whether the next step may only serve to create state: at first, after invalidate_steps().
+        rounding_unset: whether ``master_weight_bits`` was never given, so that the first step warns of lost updates.
     """
 
     def __init__(self, optimizer: OptimizerInterface) -> None:
@@ -109,9 +89,10 @@ class Internals:
         self.model_indices: dict[Tensor, int] = {}
         self.peers: RankGroup | None = None
         self.copies: dict[Tensor, RankGroup] = {}
-        self.released: Released | None = None
+        self.released: Any = None  # a BackwardRelease, of shardopt/release/backward.py
         self.clip_coefficient: Tensor | None = None
-        self._clip_samples: list[_ClipSample] = []
+        self._clip_samples: list[tuple[ref[Tensor], ref[Tensor], int]] = []  # parameters, gradients, their versions
+        self.rounding_unset = False
         self.may_be_dummy_step = True
         self.open_groups: Callable[[], AbstractContextManager[object]] = nullcontext
         self.pauses = 0
@@ -268,13 +249,10 @@ class Internals:
                 state.pop(param, None)
         return True
 
-    def begin_release(self, released: Released) -> None:
+    def begin_release(self, released: Any) -> None:
         """Registers a release (:func:`shardopt.release_gradients`); RuntimeError if there is one already."""
         if self.released is not None:
-            raise RuntimeError(
-                "got an optimizer whose gradients are released already, expected one release at a time; call remove() "
-                "on the first release"
-            )
+            raise RuntimeError("got an optimizer whose gradients are released already; call remove() on that release")
         self.released = released
         releases.add(released)
         self.missing_gradients.reset()  # the backward pass frees gradients, so that step() finds none
@@ -311,21 +289,17 @@ class Internals:
         stride = -(-len(params) // _SAMPLED_GRADIENTS)
         evenly_spread = (param for first in range(stride) for param in params[first::stride])
         sampled = (
-            _ClipSample(ref(param), ref(gradient), gradient._version)
+            (ref(param), ref(gradient), gradient._version)
             for param in evenly_spread
             if (gradient := param.grad) is not None and not gradient.is_inference()  # which has no version
         )
         self._clip_samples = list(islice(sampled, _SAMPLED_GRADIENTS))
 
     def with_clip_coefficient(self, scaling: LossScaling) -> LossScaling:
-        """Returns a step's scaling with :attr:`clip_coefficient`, unless the clipped gradients are no longer there.
+        """A step's scaling with :attr:`clip_coefficient`, unless clipped gradients were changed or are all gone.
 
-        The coefficient is left out if a sampled gradient was changed in place or replaced, or if no sampled parameter
-        has a gradient any more. Warns of this if some of the clipped gradients are still there: if all are new or gone,
-        as after ``model.zero_grad()``, the user has discarded the clipped ones.
-
-        Raises:
-            RuntimeError: there is a coefficient, from a norm of gradients that torch.amp.GradScaler has not unscaled.
+        Warns of this if some of the clipped ones are still there: otherwise, as after ``model.zero_grad()``, the user
+        has discarded them. Raises RuntimeError if torch.amp.GradScaler has not unscaled the gradients of the norm.
         """
         if self.clip_coefficient is None:
             return scaling
@@ -335,14 +309,14 @@ class Internals:
                 "their norm without the loss scale; call scaler.unscale_(optimizer) before clip_grad_norm_"
             )
         with_gradient = same = unchanged = 0
-        for sample in self._clip_samples:
-            param = sample.param()
+        for param_ref, gradient_ref, version in self._clip_samples:
+            param = param_ref()
             if param is None or param.grad is None:
                 continue
             with_gradient += 1
-            if param.grad is sample.gradient():
+            if param.grad is gradient_ref():
                 same += 1
-                unchanged += param.grad._version == sample.version
+                unchanged += param.grad._version == version
         # Without samples all gradients were on the host, or had no version: they count as unchanged.
         all_gone = bool(self._clip_samples) and with_gradient == 0
         if unchanged == with_gradient and not all_gone:
@@ -356,14 +330,21 @@ class Internals:
         return scaling
 
     def warn_of_skipped(self) -> None:
-        """Warns the user if gradient elements were skipped since the last warning."""
+        """Warns the user if gradient elements were skipped since the last warning; the first one names parameters."""
         total = self.skipped.count(wait=False)  # elements that kernels in flight skip are reported by a later step
-        new = total - self._skipped_reported
+        new, is_first = total - self._skipped_reported, self._skipped_reported == 0
         if new > 0:
             self._skipped_reported = total
+            names = [
+                param_name(group, index, position)
+                for index, group in enumerate(self.optimizer.param_groups if is_first else ())
+                for position, param in enumerate(group["params"])
+                if _has_nonfinite_gradient(param)
+            ]
+            where = f"; this step has some again, in {', '.join(names[:5] + ['...'] * (len(names) > 5))}"
             warn_user(
-                f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were "
-                "(nonfinite='raise' names the parameter)",
+                f"skipped {new} gradient elements that were NaN or Inf; their parameters and state are as they were"
+                f"{where if names else ''} (nonfinite='raise' names the parameter)",
                 RuntimeWarning,
             )
 
@@ -403,6 +384,24 @@ class Internals:
                 if rows is None:
                     state["step"].zero_()
 
+    def warn_of_lost_updates(self) -> None:
+        """Warns once, in the first step, of trained 16-bit weights to which small updates are lost by rounding."""
+        self.rounding_unset = False
+        rounded = [
+            param.dtype
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if param.dtype in (torch.bfloat16, torch.float16) and param.requires_grad
+            if group["master_weight_bits"] is None and not group["stochastic_rounding"]
+        ]
+        if rounded:
+            warn_user(
+                f"got {len(rounded)} parameters of {rounded[0]} without master weights: updates smaller than half of a "
+                "weight's last place are lost; set master_weight_bits=24 (1 byte per parameter), or for bfloat16 "
+                "stochastic_rounding=True, or master_weight_bits=None to accept it",
+                RuntimeWarning,
+            )
+
 
 def _row_mask(shape: Sequence[int], rows: Any) -> Tensor:
     """Whether each row of a parameter of this global shape is among ``rows``: bool, on the CPU."""
@@ -415,3 +414,11 @@ def _row_mask(shape: Sequence[int], rows: Any) -> Tensor:
             "bool for each of them; give rows of the global parameter, and other shapes in another call"
         ) from None
     return mask
+
+
+def _has_nonfinite_gradient(param: Tensor) -> bool:
+    """Whether a parameter's gradient on this rank has NaN or Inf; False while a CUDA graph is captured."""
+    gradient = getattr(param.grad, "_local_tensor", param.grad)
+    if gradient is None or (gradient.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not are_finite(gradient, signed=True)

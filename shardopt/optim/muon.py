@@ -24,7 +24,6 @@ from shardopt.step.muon.matrices import matrix_shapes
 Algorithm = Literal["muon", "adamw", "lion"]
 
 _ADAMW_EPS = 1e-8
-_MOMENTUM = (Moment("momentum_buffer", signed=True),)
 _RULES = {
     "adamw": Rule("adam", (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))),
     "lion": Rule("lion", (Moment("exp_avg", signed=True),)),
@@ -201,7 +200,7 @@ def _muon_rule(
     """Makes Muon's rule for a set of hyper-parameters; cached, as every step compares it with the last step's."""
     newton_schulz = NewtonSchulz(coefficients, eps)
     orthogonalized = Orthogonalized(newton_schulz, split, _FACTORS[adjust_lr_fn], "muon_apply", row_decay)
-    return Rule("muon_direction", _MOMENTUM, orthogonalized=orthogonalized)
+    return Rule("muon_direction", (Moment("momentum_buffer", signed=True),), orthogonalized=orthogonalized)
 
 
 def _coefficients_per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:

@@ -23,7 +23,7 @@ from shardopt.layout import (
     read_model,
 )
 from shardopt.layout.names import all_parameter_names
-from shardopt.state.options import DEFAULTS, convert_sequences
+from shardopt.state.options import DEFAULTS, convert_sequences, refuse_unknown
 
 if TYPE_CHECKING:
     from shardopt.unit.u_mup import KindPatterns, UMup
@@ -148,7 +148,11 @@ def param_groups(
         no_decay, of_vectors = (), {"weight_decay": 0.0}
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ValueError(f'no_decay: got {no_decay!r}, expected "auto" or several patterns; write ("*.bias",) for one')
-    _check_options(overrides)
+    known = sorted({*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)} - {"params", "defaults", "options"})
+    for pattern, options in overrides.items():
+        if not isinstance(options, Mapping):
+            raise ValueError(f"overrides[{pattern!r}]: got {options!r}, expected a dict of options")
+        refuse_unknown(options, known, ValueError, f"overrides[{pattern!r}]: ")
     plain_overrides = {pattern: dict(options) for pattern, options in overrides.items()}
     for options in plain_overrides.values():
         convert_sequences(options)
@@ -239,19 +243,6 @@ def _shown(options: _Options) -> str:  # in errors
 def _comparable(options: _Options) -> _Options:
     """Replaces tensors among option values by their ids, so that ``==`` on options compares tensors by identity."""
     return {key: id(x) if isinstance(x, Tensor) else x for key, x in options.items()}
-
-
-def _check_options(overrides: Mapping[str, Mapping[str, Any]]) -> None:
-    """Checks that overrides have known option names, and suggests similar ones; the optimizer checks the values."""
-    known = {*DEFAULTS, "initial_lr", *_hyper_parameters(Optimizer)} - {"params", "defaults", "options"}
-    for pattern, options in overrides.items():
-        if not isinstance(options, Mapping):
-            raise ValueError(f"overrides[{pattern!r}]: got {options!r}, expected a dict of options")
-        for name in options:
-            if name not in known:
-                near = get_close_matches(str(name), known, n=1)
-                expected = repr(near[0]) if near else f"one of {', '.join(sorted(known))}"
-                raise ValueError(f"overrides[{pattern!r}]: got unknown option {name!r}, expected {expected}; rename it")
 
 
 def _hyper_parameters(base: type[Optimizer]) -> set[str]:

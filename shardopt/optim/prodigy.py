@@ -112,18 +112,14 @@ class Prodigy(ShardedOptimizer):
         for group in groups:  # schedulers may have set values that cannot be compared
             convert_sequences(group)
             self.check_group(group)
-        rates = {float(group["lr"]) for group in groups}
-        if len(rates - {0.0}) > 1:
-            raise ValueError(
-                f"lr: got {', '.join(map(str, sorted(rates)))} in different param groups, expected the same or 0: "
-                f"d is one for all; {REMEDY}"
-            )
-        for name in ("beta3", *_ESTIMATE_OPTIONS):
+        for name in ("lr", "beta3", *_ESTIMATE_OPTIONS):
             values = dict.fromkeys(_beta3(group) if name == "beta3" else group[name] for group in groups)
+            if name == "lr":  # groups with 0 stay as they are
+                values = dict.fromkeys(sorted({*map(float, values)} - {0.0}))
             if len(values) > 1:
                 raise ValueError(
-                    f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same: d is "
-                    f"one for all; {REMEDY}"
+                    f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same"
+                    f"{' or 0' if name == 'lr' else ''}: d is one for all; {REMEDY}"
                 )
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:

@@ -74,6 +74,10 @@ class BackwardRelease:
                     stepper = Stepper(internals, index, name)
                     self._progress[param] = _ParameterProgress(name, group_index, index_in_group, index, stepper)
                 index += 1
+        # A small parameter keeps a gradient of zeros until step(): its version shows clipping, but not a DTensor's.
+        small = [p for p in self._progress if 0 < p.numel() <= 1 << 16 and not hasattr(p, "_local_tensor")]
+        self._guarded = min(small, key=Tensor.numel, default=None)
+        self._guard: Tensor | None = None
 
     @without_autograd
     def gradient_ready(self, param: Tensor) -> None:
@@ -88,6 +92,7 @@ class BackwardRelease:
         """
         progress = self._progress[param]
         if progress.stepped:
+            self._take_guard()
             raise self._too_many_gradients(param)
         self._has_gradients = True
         if self._expects_more(param):
@@ -103,6 +108,8 @@ class BackwardRelease:
             step()
         param.grad = None
         progress.stepped = True
+        if param is self._guarded:
+            param.grad = self._guard = torch.zeros_like(param)
 
     def _too_many_gradients(self, param: Tensor) -> RuntimeError:
         """Makes the error for a gradient that comes after the last micro-batch's."""
@@ -142,8 +149,8 @@ class BackwardRelease:
         if progress.index_in_group < len(params) and params[progress.index_in_group] is param:
             return groups[progress.group]
         raise RuntimeError(
-            f"{progress.name} {tuple(param.shape)}: got param groups in which it is no longer where it was when "
-            "gradients were released; remove() the release before changing them, and release again"
+            f"{progress.name}: got param groups in which it is no longer where it was when gradients were released; "
+            "remove() the release before changing them, and release again"
         )
 
     def _submit_step(self, param: Tensor, step: Callable[[], None], *, keeps_gradient: bool) -> None:
@@ -173,32 +180,44 @@ class BackwardRelease:
             )
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
-                "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): it does not find "
-                "gradients that were stepped during the backward pass, and cannot unscale them; release them with "
-                "overlap_forward=True, train in bfloat16 without a scaler, or remove() the release"
+                "got torch.amp.GradScaler while gradients are released, expected optimizer.step(): it cannot unscale "
+                "gradients that were stepped in the backward pass; release them with overlap_forward=True, train in "
+                "bfloat16 without a scaler, or remove() the release"
             )
+        if self._take_guard():
+            raise RuntimeError(
+                "got clipping while gradients are released, expected none: the backward pass had stepped them before; "
+                "do not clip (Trainer: max_grad_norm=0), or release them with overlap_forward=True"
+            )
+
+    def _take_guard(self) -> bool:
+        """Removes the gradient of zeros, if it is there; returns whether other code has changed it."""
+        guard, self._guard = self._guard, None
+        if guard is None or self._guarded is None or self._guarded.grad is not guard:
+            return False
+        self._guarded.grad = None
+        return guard._version > 0
 
     def begin_replica(self, replica: Any, args: Any) -> None:
         """A forward pre-hook of DDP, before it prepares its reductions: raises RuntimeError within ``join()``."""
         if replica._join_config.enable:
             raise RuntimeError(
-                "got join() of DistributedDataParallel while gradients are released, expected the same number of "
-                "batches on all ranks; leave join() out, or remove() the release"
+                "got join() of DistributedDataParallel with released gradients; leave it out, or remove() the release"
             )
 
     def check_replica(self, replica: Any) -> None:
         """Raises RuntimeError if a DDP module that is running would reduce these gradients after they are stepped."""
         if not self._progress.keys().isdisjoint(replica._module_parameters):
             raise RuntimeError(
-                "got a model that runs within DistributedDataParallel while gradients are released, expected the "
-                "wrapped model in release_gradients(): they would be stepped before they are reduced; pass the "
-                "DistributedDataParallel module"
+                "got a model that runs within DistributedDataParallel, expected the DistributedDataParallel module in "
+                "release_gradients(), as gradients would be stepped before they are reduced; pass that"
             )
 
     def next_step(self) -> None:
         """Starts a new step: forgets which parameters got gradients and were stepped. Waits for nothing."""
         for group in set(self._groups.values()):
             group.reset_counts()
+        self._take_guard()
         self._has_gradients = False
         for progress in self._progress.values():
             progress.stepped = progress.read_early = False
@@ -222,6 +241,7 @@ class BackwardRelease:
     def end(self) -> None:
         """Waits for steps in flight, as the release ends."""
         self.wait()
+        self._take_guard()
 
     @property
     def params(self) -> Collection[Tensor]:

@@ -100,6 +100,6 @@ class BucketHook:
             if param.grad is not None:
                 gradient_ready(param)
         for param in self._bucket_views:
-            if param.grad is not None and not self._has_views:  # kept for more micro-batches
+            if param.grad is not None and param.grad._is_view() and not self._has_views:  # kept for more micro-batches
                 param.grad = param.grad.clone()  # without gradient_as_bucket_view DDP expects no view of a bucket
         self._bucket_views.clear()

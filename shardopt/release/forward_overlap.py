@@ -62,13 +62,10 @@ class ForwardOverlap:
         # Layers wait for all of their parameters. So do other modules in evaluation: no backward pass would notice a
         # parameter that was read too early because its module is not called.
         if torch.is_grad_enabled() and module not in self._layers:
-            params = [param for param in params if not self._is_left_to_owners(param, module)]
+            # Others leave parameters of submodules that will be called to these, which will wait for them.
+            owners = ((param, self._owners[param]) for param in params)
+            params = [param for param, own in owners if module in own or not self._called_last.issuperset(own)]
         self._release.wait_for_steps(params)
-
-    def _is_left_to_owners(self, param: Tensor, caller: Module) -> bool:
-        """Whether a parameter of ``caller``'s submodules is read only when they are called, which will wait for it."""
-        owners = self._owners[param]
-        return caller not in owners and self._called_last.issuperset(owners)
 
     def _after_model(self, module: Module, args: Any, output: Any) -> None:
         """Waits for all remaining steps at the end of the model's forward pass; ignores calls by shallow copies."""

@@ -91,10 +91,11 @@ def release_gradients(
     ``optimizer.step()``; a gradient more than that raises. Backward passes without a reduction (``no_sync`` of DDP,
     ``set_requires_gradient_sync(False)`` of FSDP2) are not counted.
 
-    ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or copied to the host: it returns 0 and *does
-    nothing*, which shardopt cannot detect. Hooks on single gradients (``Tensor.register_hook``) work. Without
-    ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss. Always excluded
-    are rules with sums over all parameters, ZeroRedundancyOptimizer, and the cases below that raise RuntimeError.
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradient that was stepped or copied to the host, and *does nothing*.
+    Without ``overlap_forward`` gradient release excludes all clipping by the norm, closures, and a scaled loss, after
+    which ``optimizer.step()`` raises: it sees clipping (not of DTensors) by zeros that a small parameter has for a
+    gradient until then. Always excluded are rules with sums over all parameters, ZeroRedundancyOptimizer, and the cases
+    below that raise RuntimeError. Hooks on single gradients (``Tensor.register_hook``) work.
 
     Every backward pass that reaches a parameter counts: detach what is not to be trained. If a backward pass raises,
     ``optimizer.zero_grad()`` discards it, so that training can go on (``model.zero_grad()`` does not), and warns that
@@ -176,31 +177,21 @@ def _check_model(model: Module, params: list[Tensor]) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no model is an FSDP1 one
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise RuntimeError(
-            "got a model of FullyShardedDataParallel (FSDP1), which never tells when a parameter's gradient is "
-            "complete, expected one of fully_shard (FSDP2); shard it with fully_shard"
+            "got a model of FSDP1, which never tells when a gradient is complete; shard it with fully_shard (FSDP2)"
         )
     progress = sys.modules.get("shardopt.comm.progress")  # if nobody has imported it, no gradients are ordered
     if progress is not None and any(progress.progresses_of(params)):
-        raise RuntimeError(
-            "got a model with ordered_gradients, whose gradients are zeros before the last micro-batch, expected a "
-            "model without; use one of the two"
-        )
+        raise RuntimeError("got a model with ordered_gradients, expected one without; use one of the two")
     if not params:
         raise ValueError(
-            "got an optimizer that has no trained parameter of the model, expected its own; make the optimizer after "
-            "wrapping the model, and pass the wrapped model"
+            "got an optimizer that has no trained parameter of the model; make it of the wrapped model, and pass both"
         )
-    pending = sum(param.grad is not None for param in params)
-    if pending:
+    if pending := sum(param.grad is not None for param in params):
         raise RuntimeError(
-            f"got {pending} parameters that have a gradient, expected parameters without gradients; call "
-            "optimizer.step() if the gradients are to be used, and optimizer.zero_grad()"
+            f"got {pending} parameters that have a gradient, expected none; call optimizer.step() or zero_grad() before"
         )
     if any(isinstance(shard_of(param), FlatShard | FlatBuffer) for param in params):
-        raise RuntimeError(
-            "got parameters of flat shards, whose owners must step them together, expected whole parameters or "
-            "DTensors; use fully_shard (FSDP2)"
-        )
+        raise RuntimeError("got parameters of flat shards, whose owners step them together; use fully_shard (FSDP2)")
 
 
 def _check_running_replica(check: Hook, model: Module, args: Any) -> None:

@@ -78,7 +78,7 @@ class HostGradient:
         if self.is_incomplete:
             raise RuntimeError(
                 f"{self.name}: got a gradient that did not arrive in the host's memory, as its copy raised an "
-                "exception, expected a whole one; call optimizer.zero_grad() and backward() again"
+                "exception; call optimizer.zero_grad() and backward() again"
             )
 
 

@@ -138,9 +138,8 @@ class OverlappedRelease(BackwardRelease):
             return host
         if host.count:
             raise RuntimeError(
-                f"got a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} after one for "
-                f"{tuple(host.sum.shape)} and {host.sum.dtype}, expected equal ones within a step; call "
-                "optimizer.zero_grad(), and change the model between steps only"
+                f"got a gradient of {gradient.dtype} {tuple(gradient.shape)} after {host.sum.dtype} "
+                f"{tuple(host.sum.shape)}; call optimizer.zero_grad(), and change the model between steps only"
             )
         self.wait()
         self._allocate([param], [like])
@@ -281,11 +280,8 @@ class OverlappedRelease(BackwardRelease):
         """Waits for steps in flight, and warns if gradients on the host are lost, as step() has not used them."""
         super().end()
         if lost := len(self.host_gradients):
-            warn_user(
-                f"remove() throws away the gradients of {lost} parameters that backward() gave since the last "
-                "optimizer.step(); call optimizer.step() before",
-                RuntimeWarning,
-            )
+            text = f"remove() throws away the gradients of {lost} parameters; call optimizer.step() before"
+            warn_user(text, RuntimeWarning)
 
     @property
     def host_bytes(self) -> int:

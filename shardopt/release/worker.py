@@ -111,7 +111,10 @@ class WorkerThread:
         """
         with self._lock:
             if keeps_gradient:
-                self._wait_below_limit()
+                self.raise_errors()
+                while len(self.unfinished) >= self._limit:
+                    wait([task.future for task in self.unfinished], return_when=FIRST_COMPLETED)
+                    self.raise_errors()
             else:  # drops finished tasks with their gradients, but keeps failed ones for raise_errors()
                 self.unfinished = [x for x in self.unfinished if not x.future.done() or x.future.exception()]
             if self._executor is None:  # the number of PyTorch's threads is a setting of each thread
@@ -127,13 +130,6 @@ class WorkerThread:
                 self._executor = None
                 task.run()
             return task
-
-    def _wait_below_limit(self) -> None:
-        """Waits until fewer tasks than the limit are unfinished; raises the exception of a task that failed."""
-        self.raise_errors()
-        while len(self.unfinished) >= self._limit:
-            wait([task.future for task in self.unfinished], return_when=FIRST_COMPLETED)
-            self.raise_errors()
 
     def wait(self) -> None:
         """Waits for all tasks; current streams wait for their copies. :meth:`raise_errors` raises their exceptions."""

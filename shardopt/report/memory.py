@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
-from shardopt.layout import UnknownShardError, shard_of
+from shardopt.layout import UnknownShardError, engines_of, shard_of
 from shardopt.optim.base import ShardedOptimizer
 from shardopt.state.slice_spec import LOW_BITS
 
@@ -63,18 +64,22 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def memory_report(optimizer: Optimizer) -> MemoryReport:
+def memory_report(optimizer: Optimizer | Module) -> MemoryReport:
     """Adds up the allocated memory of an optimizer's parameters, gradients and state on this rank.
 
-    Works for any torch optimizer. State exists from the first step on.
+    State exists from the first step on.
+
+    Args:
+        optimizer: any torch optimizer; or a DeepSpeed engine, for which all ranks must call this.
 
     Raises:
         TypeError: the argument has no param groups, so it is no optimizer.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"got {type(optimizer).__name__}, expected an optimizer; for a DeepSpeed engine pass engine.optimizer"
-        )
+    if isinstance(optimizer, Module) and (engines := engines_of(optimizer)) is not None:
+        with engines.open(optimizer) as (_, inner):
+            return memory_report(inner)
+    if isinstance(optimizer, Module) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"got {type(optimizer).__name__}, expected an optimizer or a DeepSpeed engine")
     report = MemoryReport()
     seen: set[int] = set()
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -59,16 +61,21 @@ def hooked_packages() -> tuple[str, ...]:
     return tuple(package for package in PACKAGES if package in names)
 
 
+def is_within(version: str, bounds: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether a version such as "2.9.1+cu128" is at least the first of the bounds, and before the second."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+    return bounds[0] <= numbers < bounds[1]
+
+
 def install_hooks(packages: Container[str]) -> None:
     """Installs the hooks into some packages: each once its module is imported, or now if it already is."""
     for package, hooks in HOOKS.items():
         for module, install in hooks if package in packages else ():
-            after_import(module, _installer(install))
+            after_import(module, partial(_install, install))
 
 
-def _installer(name: str) -> Callable[[ModuleType], None]:
-    """The hook of this name (see ``HOOKS``) as a callback, which imports shardopt's part only when it is called."""
-    return lambda module: pkgutil.resolve_name(f"shardopt.{name}")(module)
+def _install(name: str, module: ModuleType) -> None:  # imports shardopt's part only now
+    pkgutil.resolve_name(f"shardopt.{name}")(module)
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:

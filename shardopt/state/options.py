@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeGuard
@@ -15,7 +15,6 @@ from typing_extensions import Unpack as Unpack
 from shardopt import _C
 from shardopt.codec import CODECS, get_codec
 from shardopt.removed import explain_removed
-from shardopt.state.warn import warn_user
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE: int = _C.max_block_size
@@ -100,17 +99,26 @@ def is_shardopt(options: Container[str]) -> bool:
     return all(option in options for option in STATE_FORMAT)
 
 
-def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options with the defaults of all that are not given. Raises TypeError if an option is unknown."""
-    unknown = set(options) - set(DEFAULTS)
+def refuse_unknown(names: Iterable[str], known: Collection[str], error: type[Exception], what: str = "") -> None:
+    """Raises ``error`` unless all names are ``known`` options; its message has the nearest ones, or else all."""
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        close = [match for name in sorted(unknown) for match in get_close_matches(name, DEFAULTS, 1)]
-        raise TypeError(
-            f"got unknown option {', '.join(map(repr, sorted(unknown)))}, expected some of {', '.join(DEFAULTS)}"
-            + (f"; did you mean {', '.join(close)}?" if close else "")
-            + explain_removed(unknown)
-        )
-    return {**DEFAULTS, **options}
+        near = [repr(match) for name in unknown for match in get_close_matches(name, known, 1)]
+        explained = explain_removed(unknown)
+        is_misspelt = len(near) == len(unknown) and not explained
+        expected = ", ".join(near) if is_misspelt else f"some of {', '.join(known)}"
+        raise error(f"{what}got unknown option {', '.join(map(repr, unknown))}, expected {expected}{explained}")
+
+
+def refuse_misspelt(keys: Iterable[str], known: Collection[str]) -> None:
+    """Raises ValueError if a key of a param group looks like a misspelt option. Any other key is allowed, as in torch.
+
+    Users and frameworks have keys of their own, also with an option's name and more words: ``no_weight_decay``.
+    """
+    for key in keys:
+        near = get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):
+            raise ValueError(f"got unknown option {key!r} in a param group, expected {near[0]!r}; rename the key")
 
 
 #: For each option, a test whether a value is allowed, and the allowed values in words for errors.
@@ -197,19 +205,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def warn_of_misspelt(keys: Collection[str], known: Collection[str]) -> None:
-    """Warns of keys of a param group that look like misspelt ``known`` ones. Any other key is allowed, as in torch."""
-    for key in keys:
-        near = get_close_matches(key, known, n=1, cutoff=0.8)
-        adds_words = bool(near) and set(near[0].split("_")) <= set(key.split("_"))  # no_weight_decay is a user's own
-        if key not in known and near and not adds_words:
-            warn_user(
-                f"got {key!r} in a param group, which is no option and is ignored, expected {near[0]!r}; rename it if "
-                "that is meant",
-                UserWarning,
-            )
-
-
 #: The largest finite float32: the kernels compute in float32.
 LARGEST = 2.0**128 - 2.0**104
 
@@ -272,4 +267,5 @@ def _check_range(name: str, value: float | Tensor, least: float, largest: float)
         bounds = f">= 0.0 {bounds}"
     elif largest not in (_BELOW_ONE, LARGEST):
         bounds = f"from {least} to {largest}"
-    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {REMEDY}")
+    text = "this is text: in YAML write 1.0e-3, as 1e-3 is no number there; " if isinstance(value, str) else ""
+    raise ValueError(f"{name}: got {value!r}, expected a number {bounds}; {text}{REMEDY}")

@@ -137,7 +137,8 @@ class SliceSpec:
             codes_shape = shape if len(codes) == 1 else (*shape, len(codes))  # codes of 16 bits: two bytes
             formats[self.codes_name(moment)] = EntryFormat(codes_shape, codes.dtype, tuple(codes.tolist()))
             if scales is not None:
-                scales_shape = self._scales_shape(moment)
+                width = moment.codec(self.codec).scales(signed=moment.signed)  # per block; a last dimension if several
+                scales_shape = (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
                 formats[self.scales_name(moment)] = EntryFormat(scales_shape, torch.float32, tuple(scales.tolist()))
         return formats
 
@@ -294,11 +295,6 @@ class SliceSpec:
         for rectangle in self.shard.rectangles(self.grid):
             if rectangle.rows * rectangle.cols:
                 yield from rectangle.split(_MAX_CODED_NUMEL, self.grid.block_size)
-
-    def _scales_shape(self, moment: Moment) -> tuple[int, ...]:
-        """The shape of a moment's scales on this rank: one or more (a last dimension) per block."""
-        width = moment.codec(self.codec).scales(signed=moment.signed)
-        return (*self.shard.scales(self.grid).local_shape, *((width,) if width > 1 else ()))
 
     def state_from_coded(self, coded: Sequence[Coded]) -> StateDict:
         """Puts codes and scales, one pair per moment, under the names of their state entries."""

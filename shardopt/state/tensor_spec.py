@@ -203,7 +203,8 @@ class TensorSpec:
         if is_unknown or not required - optional <= loaded.keys():
             raise ValueError(
                 f"{name}: got state with {got}, expected {', '.join(self.entries)}; was it saved by another optimizer, "
-                "or with other quantization options or master_weight_bits?"
+                "or with other quantization options or master_weight_bits? shardopt.checkpoint.import_state takes the "
+                "state of bitsandbytes, torchao and other packages"
             )
 
     def state_from_loaded(self, loaded: Mapping[str, Any], device: torch.device, name: str) -> StateDict:

@@ -86,7 +86,10 @@ class StepPlan:
     ) -> None:
         self.is_single = is_single
         self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
-        self._devices = {ranks: _device_of(entries) for ranks, entries in self._sets.items()}
+        self._devices = {  # of the all-reduces: a GPU if a parameter is on it, else the CPU
+            ranks: next((entry.device for entry in entries if entry.device.type != "cpu"), torch.device("cpu"))
+            for ranks, entries in self._sets.items()
+        }
         self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
         self._digests: dict[RankGroup, bytes] = {}
         self._set_gradients(with_gradient)
@@ -233,11 +236,6 @@ class StepPlan:
             if counts[0] != counts[1]:
                 return f"their parameters: {counts[0]} on rank {first} and {counts[1]} on rank {rank}"
         return None
-
-
-def _device_of(entries: Sequence[PlanEntry]) -> torch.device:
-    """The device on which ranks all-reduce their checks of some parameters: a GPU if a parameter is on it, else CPU."""
-    return next((entry.device for entry in entries if entry.device.type != "cpu"), torch.device("cpu"))
 
 
 def digest_of(text: str) -> bytes:

@@ -156,6 +156,14 @@ def test_every_source(monkeypatch: pytest.MonkeyPatch, name: str, source: str, c
     assert isinstance(group["lr"], float)
 
 
+@pytest.mark.parametrize("source", [BNB, "flashoptim"])
+def test_load_state_dict_names_import_state(source: str) -> None:
+    ours = ours_of(source, params_of())
+    with pytest.raises(ValueError, match=r"shardopt.checkpoint.import_state takes the state of bitsandbytes"):
+        ours.load_state_dict(by_hand(source)[0])
+    assert not ours.state
+
+
 def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
     """Optimizers without 8 bits are named by one line for all of them."""
     package = pytest.importorskip("bitsandbytes")

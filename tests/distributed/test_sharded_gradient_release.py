@@ -64,7 +64,8 @@ def _net_loss(model: Any, number: int) -> Tensor:
 def _without_gradients(loop: Loop) -> None:
     for step in range(STEPS):
         loop.backward(step)
-        assert not loop.held or all(param.grad is None for param in loop.model.parameters())
+        gradients = [param.grad for param in loop.model.parameters() if loop.held and param.grad is not None]
+        assert not any(gradient.any() for gradient in gradients)
         loop.update()
 
 
@@ -113,6 +114,23 @@ def _release(model: nn.Module) -> shardopt.GradientRelease:
 
 def _ddp(net: nn.Module | None = None, **options: Any) -> Any:
     return DistributedDataParallel(net or make_net(), bucket_cap_mb=0.05, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_clipping_of_torch_is_refused_by_the_step(bucket_view: bool) -> None:
+    model = _ddp(gradient_as_bucket_view=bucket_view)
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    shardopt.release_gradients(model, optimizer)
+    for clips in (False, True, False):
+        loss_of(model, make_batch(0)).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(RuntimeError, match="got clipping while gradients are released"):
+                optimizer.step()
+        optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
 def _backward_twice() -> None:
@@ -171,7 +189,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "got DistributedDataParallel with a communication hook": _hooked,
     "got DistributedDataParallel with delay_all_reduce_named_params": _delayed,
     r"got a model with ordered_gradients": _ordered,
-    r"got a model of FullyShardedDataParallel \(FSDP1\)": _fsdp1,
+    "got a model of FSDP1": _fsdp1,
     "got parameters of flat shards": partial(_fsdp1, inner=True),
 }
 

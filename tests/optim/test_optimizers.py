@@ -169,6 +169,21 @@ def test_bad_elements_are_reported(scheduled: bool) -> None:
     assert optimizer.nonfinite_count == 2
 
 
+def test_parameters_whose_gradients_stay_bad_are_named_once() -> None:
+    optimizer = make()
+    said: list[str] = []
+    for t in range(4):
+        give_gradients(optimizer, t)
+        optimizer.param_groups[0]["params"][1].grad.fill_(torch.nan)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said += [str(warning.message) for warning in caught]
+    assert len(said) == 3
+    named = "; this step has some again, in parameter 1 of param group 0 (nonfinite"
+    assert [named in message for message in said] == [True, False, False]
+
+
 # Errors: got, expected, remedy; and nothing changed.
 
 

@@ -142,7 +142,7 @@ def test_a_pattern_without_a_match_names_near_ones(pattern: str, near: str) -> N
     ("overrides", "no_decay", "message"),
     [
         ({"up.*": {"codecs": "fp32"}}, (), r"overrides\['up\.\*'\]: got unknown option 'codecs', expected 'codec'"),
-        ({"up.*": {"qqqq": 1}}, (), r"got unknown option 'qqqq', expected one of .*betas.*weight_decay"),
+        ({"up.*": {"qqqq": 1}}, (), r"got unknown option 'qqqq', expected some of .*betas.*weight_decay"),
         ({"up.*": "fp32"}, (), r"overrides\['up\.\*'\]: got 'fp32', expected a dict"),
         ({}, "*.bias", r"no_decay: got .*expected \"auto\" or several patterns; write \(\"\*\.bias\",\) for one"),
     ],

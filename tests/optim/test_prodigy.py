@@ -79,7 +79,7 @@ def test_a_group_whose_learning_rate_is_zero_stays_and_takes_no_part() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0.5}, r"lr: got 0.5, 1.0 in different param groups, expected the same or 0"),
+        ({"lr": 0.5}, r"lr: got 0.5 and 1.0 in different param groups, expected the same or 0"),
         ({"d0": 1e-5}, r"d0: got 1e-06 and 1e-05 in different param groups"),
         ({"betas": (0.9, 0.99)}, r"beta3: got 0.999\d+ and 0.99\d+ in different param groups"),
         ({"growth_rate": 1.5}, r"growth_rate: got inf and 1.5 in different param groups"),

@@ -1,6 +1,7 @@
 """The package's declarations, and its errors where it is not built, cannot be loaded or has no CUDA kernels."""
 
 import ast
+import os
 import re
 import runpy
 import shutil
@@ -99,6 +100,16 @@ def cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: bool, nvcc
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     decided = runpy.run_path(str(ROOT / "setup.py"))
     return True if decided["toolkit"] is not None else decided["left_out"]
+
+
+def test_a_build_says_first_what_it_compiles(tmp_path: Path) -> None:
+    """With a compiler that fails at once."""
+    environment = {**os.environ, "CC": "false", "CXX": "false", "SHARDOPT_CUDA": "0"}
+    folders = ("--build-temp", tmp_path / "temp", "--build-lib", tmp_path / "lib")
+    command = [sys.executable, "setup.py", "build_ext", *map(str, folders)]
+    build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert build.returncode != 0
+    assert re.search(r"^shardopt: compiling \d+ files for \w+, about \d+ min on \d+ cores$", build.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import shardopt
 from needed import needs
 from programs import Programs
 from shardopt.__main__ import main
@@ -93,6 +94,26 @@ def test_a_program_runs_as_main(
     assert json.loads((tmp_path / "facts").read_text()) == ["__main__", name, argv, kind, "torch.optim.sgd"]
 
 
+UNUSED = """
+import torch
+
+weight = torch.nn.Parameter(torch.ones(3))
+for kind in (torch.optim.SGD, torch.optim.AdamW):
+    weight.grad = torch.ones(3)
+    kind([weight], lr=0.1).step()
+"""
+
+
+def test_a_replacement_that_replaces_nothing_is_named(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "unused.py").write_text(UNUSED)
+    output = output_of(programs, tmp_path, "--replace", "Adam=Adam8bit", "--replace", "AdamW=AdamW8bit", "unused.py")
+    said = [line for line in output.splitlines() if line.startswith("shardopt run: ")]
+    assert said == [
+        "shardopt run: --replace torch.optim.Adam=Adam8bit replaced nothing: the program stepped "
+        "shardopt.optim.adam.AdamW8bit, torch.optim.sgd.SGD; name the class that it uses, with its package"
+    ]
+
+
 def test_a_class_of_another_package_is_replaced(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "__init__.py").write_text("class FusedAdam: ...\n")
@@ -135,6 +156,12 @@ def test_dashes_are_the_programs_own(
     assert capsys.readouterr().out == f"{list(own)}\n"
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"shardopt {shardopt.__version__}\n")
+
+
 def test_errors_of_programs_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -153,7 +180,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback(monkey
 
 
 DEEPSPEED = """
-import deepspeed, torch
+import deepspeed, shardopt, torch
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True},
@@ -163,6 +190,7 @@ engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), 
 for _ in range(2):
     engine.backward(engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
+assert shardopt.memory_report(engine).host.scales > 0
 print(type(engine.basic_optimizer), "exp_avg_codes" in engine.basic_optimizer.state_dict()["state"][0])
 """
 
@@ -174,3 +202,4 @@ def test_deepspeeds_type_of_that_name(programs: Programs, tmp_path: Path) -> Non
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     output = output_of(programs, tmp_path, "--replace", "AdamW=AdamW8bit", "engine.py", **alone, DS_ACCELERATOR="cpu")
     assert f"<class '{OURS}'> True" in output, output
+    assert "shardopt: AdamW8bit, state of large matrices: codec log8 in blocks of 128, 2.094 bytes per" in output

@@ -1,8 +1,9 @@
-"""Removed names and options end with a sentence that says what to use instead; old state loads without them."""
+"""Removed names and options, and those of bitsandbytes, say what to use instead; old state loads without them."""
 
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import shardopt
 from shardopt.optim import Muon
-from shardopt.removed import NAMES, OPTIONS, QUANTIZE_STATE_OPTIONS
+from shardopt.removed import BITSANDBYTES_OPTIONS, NAMES, OPTIONS, QUANTIZE_STATE_OPTIONS
 
 #: As earlier versions saved them in param groups, some with other values than the default.
 SAVED: dict[str, Any] = {
@@ -42,6 +43,31 @@ def test_names(name: str) -> None:
         getattr(shardopt, name)
     with pytest.raises(ImportError, match=f"{said}$"):
         exec(f"from shardopt import {name}", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("PagedAdamW8bit", 'PagedAdamW8bit is of bitsandbytes: use AdamW8bit, offload="state"'),
+        ("PagedAdamW32bit", 'PagedAdamW32bit is of bitsandbytes: use AdamW, offload="state"'),
+        ("Lion32bit", "Lion32bit is of bitsandbytes: use Lion"),
+        ("Adam32bit", "Adam32bit is of bitsandbytes: use AdamW, weight_decay=0"),
+    ],
+)
+def test_classes_of_bitsandbytes(name: str, said: str) -> None:
+    """Python's own guess, of another rule, is not printed behind."""
+    for code in (f"shardopt.{name}", f"from shardopt import {name}"):
+        with pytest.raises((AttributeError, ImportError)) as caught:
+            exec(code, {"shardopt": shardopt})
+        printed = "".join(traceback.format_exception_only(caught.type, caught.value))
+        assert printed.endswith(f"has no attribute '{name}'; {said}\n")
+
+
+@pytest.mark.parametrize("name", BITSANDBYTES_OPTIONS)
+def test_options_of_bitsandbytes(name: str) -> None:
+    said = re.escape(f"got unknown option '{name}'") + ".*" + re.escape(f"; {name} is of bitsandbytes: ")
+    with pytest.raises(TypeError, match=said):
+        shardopt.AdamW8bit(nn.Linear(64, 64).parameters(), **{name: 1})
 
 
 @pytest.mark.parametrize("name", OPTIONS)

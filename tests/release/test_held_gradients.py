@@ -270,7 +270,7 @@ def test_waiting_gradients(overlap: bool) -> None:
     with slow_steps(0.01):
         for _ in range(2):
             model(torch.ones(2, 64)).sum().backward()
-            assert all(param.grad is None for param in model.parameters())
+            assert not any(param.grad is not None and param.grad.any() for param in model.parameters())
             optimizer.step()
     assert len(counts) == 24
     assert max(counts) <= 3

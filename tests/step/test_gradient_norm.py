@@ -171,6 +171,8 @@ def test_versions_and_memory() -> None:
 
 def test_refused() -> None:
     params = with_gradients([torch.ones(40, 50), torch.ones(0, 3), torch.ones(40, 50)])
+    with pytest.raises(TypeError, match=r"got the module Linear, expected parameters; pass model.parameters\(\)"):
+        clip_grad_norm_(torch.nn.Linear(2, 2), 1.0)
     with pytest.raises(ValueError, match=r"norm_type: got 1.0, expected 2 or inf"):
         clip_grad_norm_(params, 1.0, 1.0)
     with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(5,\): got a gradient of torch.float64"):
@@ -331,8 +333,9 @@ def test_clipping_of_a_step_is_refused() -> None:
     layer = torch.nn.Linear(3, 2)
     optimizer = shardopt.SGD8bit(layer.parameters(), lr=1.0)
     shardopt.release_gradients(layer, optimizer)
-    with pytest.raises(RuntimeError, match="got one whose gradients are released"):
-        clip_grad_norm_(layer.parameters(), 1.0, optimizer=optimizer)
+    for given in (optimizer, None):
+        with pytest.raises(RuntimeError, match="got parameters whose gradients are released"):
+            clip_grad_norm_(layer.parameters(), 1.0, optimizer=given)
 
 
 #: Changes of the gradients of a model between clipping and the step, and whether the step warns of them.

@@ -7,15 +7,13 @@ Each hook says what it replaces and why; docs/sharding.md says what users lose w
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,7 +29,8 @@ from shardopt.sharding.deepspeed.offload import (
     wrap_load_checkpoint,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
-from shardopt.state.options import DEFAULTS, is_shardopt
+from shardopt.sharding.hooks import is_within
+from shardopt.state.options import DEFAULTS, is_shardopt, refuse_unknown
 from shardopt.wrapper.optimizer import QuantizedState
 
 #: The supported versions of DeepSpeed, whose private attributes are known: from the first to before the second.
@@ -46,7 +45,7 @@ def install(engine_module: ModuleType) -> None:
     # Not deepspeed.__version__: the import of that module may still be under way.
     from deepspeed.git_version_info import version  # type: ignore[import-untyped]
 
-    if not is_known(version):
+    if not is_within(version, VERSIONS):
         _refuse_later(engine_module.DeepSpeedEngine, version)
         return
     from deepspeed.runtime.base_optimizer import ZeROOptimizer  # type: ignore[import-untyped]
@@ -87,10 +86,10 @@ def install(engine_module: ModuleType) -> None:
             share_storage(self.optimizer)
             keep_state_in_memory(self.optimizer)
             hook_offload_states(self.optimizer)
-            _warn_of_lost_updates(self)
             refuse_state_access(self.optimizer)
             register_engine(self)
             self.basic_optimizer._internals.open_groups = partial(masters_in_groups, self.optimizer)
+            _print_optimizer(self)
 
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
@@ -154,17 +153,7 @@ def _check_params(optimizer: type[ShardedOptimizer], params: Mapping[str, Any]) 
             "optimizer.params: got max_grad_norm, expected DeepSpeed to clip; set gradient_clipping beside optimizer"
         )
     known = [name for name in inspect.signature(optimizer).parameters if name not in ("params", "options")]
-    known += DEFAULTS
-    unknown = sorted(params.keys() - set(known))
-    if unknown:
-        raise ValueError(
-            f"optimizer.params of {optimizer.__name__}: got {', '.join(unknown)}, expected some of {', '.join(known)}"
-        )
-
-
-def is_known(version: str) -> bool:
-    """Whether a version of DeepSpeed is supported, so that its private attributes are as shardopt expects."""
-    return VERSIONS[0] <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < VERSIONS[1]
+    refuse_unknown(params, [*known, *DEFAULTS], ValueError, f"optimizer.params of {optimizer.__name__}: ")
 
 
 def _refuse_later(engine_class: Any, version: str) -> None:
@@ -209,14 +198,15 @@ def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def _warn_of_lost_updates(engine: Any) -> None:
-    """Warns of bf16 masters that lose small updates, as DeepSpeed's own check is switched off for our optimizers."""
-    groups = engine.basic_optimizer.param_groups
-    keeps_updates = all(group["master_weight_bits"] or group["stochastic_rounding"] for group in groups)
-    if engine.bf16_master_weights_and_gradients() and not keeps_updates and dist.get_rank() == 0:
-        warnings.warn(
-            "got bf16_master_weights_and_grads without master_weight_bits: updates smaller than half of a weight's "
-            "last place are lost; set master_weight_bits to 24 or 32, or stochastic_rounding, in optimizer.params",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _print_optimizer(engine: Any) -> None:
+    """Prints, on rank 0, which optimizer and codec are in force: DeepSpeed's own lines name its wrapper only."""
+    from deepspeed.utils.logging import print_dist  # type: ignore[import-untyped]
+
+    optimizer, kinds = engine.basic_optimizer, {}
+    dtype = torch.bfloat16 if engine.bf16_master_weights_and_gradients() else torch.float32
+    matrix = torch.empty(4096, 4096, dtype=dtype, device="meta")
+    for group in optimizer.param_groups:
+        state = optimizer._internals.state_of(matrix, group).new_state(matrix.device)
+        nbytes = sum(entry.nbytes for entry in state.values()) / matrix.numel()
+        kinds[f"codec {group['codec']} in blocks of {group['block_size']}, {nbytes:.3f} bytes per parameter"] = True
+    print_dist(f"shardopt: {type(optimizer).__name__}, state of large matrices: {'; '.join(kinds)}", ranks=[0])

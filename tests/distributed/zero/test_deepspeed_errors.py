@@ -35,8 +35,12 @@ ZENFLOW = {**OFFLOAD, "zenflow": {"select_strategy": "step", "select_interval": 
 
 #: A config, options of a given optimizer (None: the config names its type), and the error.
 WRONG: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
-    (config(1, params={"learning_rate": 1}), None, "AdamW8bit: got learning_rate, expected .*lr, betas.*block_size"),
-    (config(1, "sgd8bit", params={"betas": 1}), None, "SGD8bit: got betas, expected .*momentum"),
+    (
+        config(1, params={"learning_rate": 1}),
+        None,
+        "AdamW8bit: got unknown option 'learning_rate', expected .*lr, betas.*block_size",
+    ),
+    (config(1, "sgd8bit", params={"betas": 1}), None, "SGD8bit: got unknown option 'betas', expected .*momentum"),
     (config(1, params={"max_grad_norm": 1.0}), None, "got max_grad_norm.*set gradient_clipping"),
     (config(2, params={"offload": "state"}), None, "offload: got 'state' under DeepSpeed.*offload_optimizer"),
     (config(2, zero={"elastic_checkpoint": True}), None, "elastic_checkpoint: got true.*shardopt.checkpoint.save"),
