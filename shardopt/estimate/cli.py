@@ -92,9 +92,7 @@ def add_parser(commands: Any) -> None:
     asked = parser.add_argument_group("a row to add (any of these options adds it)", argument_default=argparse.SUPPRESS)
     add = asked.add_argument
     add("--optimizer", choices=OPTIMIZERS, help="sgd is with momentum (default: adamw8bit)")
-    add(
-        "--dtype", choices=DTYPES, type=lambda name: _SHORT_DTYPES.get(name, name), help="or bf16 (default), fp16, fp32"
-    )
+    add("--dtype", choices=DTYPES, type=lambda x: _SHORT_DTYPES.get(x, x), help="or bf16 (default), fp16, fp32")
     add("--backend", help=f"how the model is sharded: {', '.join(BACKENDS)} (default: single)")
     add("--world-size", type=int, metavar="N", help="GPUs (default: 1)")
     add("--gpus-per-node", type=int, metavar="N", help="of them on one host, at most (default: 8)")

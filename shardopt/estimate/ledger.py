@@ -36,7 +36,6 @@ BACKENDS = ("single", "ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 #: DeepSpeed's own offloading to the host: none, ``offload_optimizer``, or ``offload_param`` in addition.
 ZERO_OFFLOADS = ("none", "optimizer", "all")
 
-_KNOWN = {"optimizer": OPTIMIZERS, "dtype": DTYPES, "backend": BACKENDS, "zero_offload": ZERO_OFFLOADS}
 _SUB_GROUP = 10**9  # elements: DeepSpeed's default of sub_group_size
 
 
@@ -69,7 +68,8 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, known in _KNOWN.items():
+        known_of = {"optimizer": OPTIMIZERS, "dtype": DTYPES, "backend": BACKENDS, "zero_offload": ZERO_OFFLOADS}
+        for name, known in known_of.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(known)}")
         for name in ("world_size", "gpus_per_node"):
@@ -88,8 +88,7 @@ class Setup:
                 "or zero3, or 'all' with zero3; use offload elsewhere"
             )
         offload = self.options.get("offload")
-        is_fsdp1_step = self.backend == "fsdp1" and offload == "step"  # offload="step" refuses flat shards
-        if offload is not None and (self.zero_stage or is_fsdp1_step):
+        if offload is not None and (self.zero_stage or (self.backend, offload) == ("fsdp1", "step")):  # flat shards
             raise ValueError(f"offload: got {offload!r} with {self.backend}, expected zero_offload, or fsdp2")
         optimizer, group = self.make_optimizer()
         if self.release_gradients:

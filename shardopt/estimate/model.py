@@ -88,10 +88,13 @@ class Model:
                 "'shardopt[transformers]', or give the number of parameters instead, such as 7B"
             ) from None
         if not Path(path).exists():
-            raise FileNotFoundError(f"{path}: there is no such file, expected a Hugging Face config.json")
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            return cls.of(config.model_type, AutoModelForCausalLM.from_config(config))
+            raise FileNotFoundError(f"{path}: there is no such file, expected a config.json downloaded from the Hub")
+        try:
+            config = AutoConfig.from_pretrained(path)
+            with torch.device("meta"):
+                return cls.of(config.model_type, AutoModelForCausalLM.from_config(config))
+        except (ValueError, OSError) as error:  # of several pages
+            raise ValueError(f"{path}: got {str(error).splitlines()[0]:.150}, expected a causal LM's config") from None
 
     @classmethod
     def of_size(cls, text: str) -> Model:

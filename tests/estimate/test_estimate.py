@@ -98,6 +98,9 @@ def test_published_numbers_of_parameters(tmp_path: Path, config: dict[str, Any],
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert Model.of_config(path).numel == numel
+    path.write_text('{"model_type": "clip"}')  # of which transformers' message lists all models
+    with pytest.raises(ValueError, match=r"config.json: got Unrecognized [^\n]*, expected a causal LM's config$"):
+        Model.of_config(path)
 
 
 @pytest.mark.parametrize(
