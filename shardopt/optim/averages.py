@@ -106,7 +106,8 @@ _LION = cautious_rules(Rule("lion", (Moment("exp_avg", signed=True),)))
 class Lion(ShardedOptimizer):
     """Lion (arXiv 2302.06675, algorithm 2): steps by the sign of an interpolated momentum.
 
-    Bytes of state, errors and other arguments as for :class:`SGD` with momentum.
+    Bytes of state per parameter: 4 with ``codec="fp32"``, 1.031 with an 8-bit codec in blocks of 128. Other
+    arguments and errors as for :class:`shardopt.AdamW`.
 
     Args:
         lr: learning rate, a float or a 0-d tensor; some 3 to 10 times below AdamW's.
