@@ -553,7 +553,7 @@ PACKED = [
 #: By names, options that are the same for all parameters of a unit of FSDP1's, and others.
 OF_UNITS: dict[str, dict[str, Any]] = {"up.*": {"lr": 3e-2, "codec": "companded8"}, "conv.*": {"weight_decay": 0.0}}
 OVERRIDES: dict[str, dict[str, Any]] = {"embed.*": {"codec": "fp32"}, "*.weight": {"lr": 3e-2}, "down.*": {"lr": 2e-2}}
-NAMED = {"overrides": OVERRIDES, "no_decay": ("*.bias", "norm.*")}
+NAMED = {"overrides": OVERRIDES, "no_decay": "auto"}
 #: Groups whose parameters are in another order than the model's have the noise of the model's order.
 NOISE: dict[str, Any] = {"dtype": torch.bfloat16, "stochastic_rounding": True, "stochastic_rounding_seed": 7}
 #: Optimizers that step each element by itself.
