@@ -54,8 +54,7 @@ class UnwrappedOptimizer(NamedTuple):
     def of(cls, optimizer: Optimizer) -> UnwrappedOptimizer:
         """Finds the optimizer that keeps the state, also in a ZeroRedundancyOptimizer or Accelerate's wrapper.
 
-        Raises:
-            TypeError: the optimizer is neither shardopt's nor the result of quantize_state, wrapped or not.
+        Raises TypeError if it is neither shardopt's nor the result of quantize_state.
         """
         inner = owner_of(optimizer)
         if not isinstance(inner, ShardedOptimizer | QuantizedState):
@@ -69,6 +68,15 @@ class UnwrappedOptimizer(NamedTuple):
     def internals(self) -> Any:
         """Reads and replaces the optimizer's state: ``optim.internals.Internals``, or quantize_state's ``Entries``."""
         return self.optimizer._internals
+
+
+def check_arguments(model: object, optimizer: object) -> None:
+    """Raises TypeError for a state dict in place of the model or optimizer, and for an optimizer as the model."""
+    if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+        which = "model; pass the module" if isinstance(model, Mapping) else "optimizer; pass the optimizer"
+        raise TypeError(f"got a state dict for the {which} itself, which knows how its tensors are sharded")
+    if not isinstance(model, Module):
+        raise TypeError(f"got {type(model).__name__} for the model, expected a module; pass path, model, optimizer")
 
 
 @contextmanager
@@ -90,9 +98,8 @@ def opened(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[Module,
 def contents_of(model: Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> Contents:
     """Collects what this rank saves of a model or an engine, its optimizer, and the ``extra`` values.
 
-    Raises:
-        CheckpointError: a tensor has no memory, or the optimizer is not the model's.
-        TypeError: JSON cannot hold a value of ``extra``, or lists and dicts are nested more than 100 deep.
+    Raises CheckpointError if a tensor has no memory or the optimizer is not the model's, TypeError if JSON cannot hold
+    a value of ``extra``, or if lists and dicts are nested more than 100 deep.
     """
     with opened(model, optimizer) as (bare_model, bare_optimizer), torch.no_grad():  # to_local() is slow with autograd
         unwrapped = None if bare_optimizer is None else UnwrappedOptimizer.of(bare_optimizer)
@@ -152,7 +159,7 @@ def items_of(model: Module, unwrapped: UnwrappedOptimizer | None) -> list[Item]:
         try:
             spec, entries = unwrapped.internals.current_state(param, unwrapped.all_groups[group])
         except ValueError as error:
-            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from error
+            raise CheckpointError(f"a parameter of shape {tuple(param.shape)}: {one_line(error)}") from None
         slices[param] = list(zip(spec.slices, spec.split(entries), strict=True))
     for item in items:
         if item.param in slices:
@@ -190,10 +197,9 @@ def _parameters(model: Module, masters: Sequence[Tensor]) -> Iterator[Item]:
 
 
 def buffers_of(model: Module) -> list[Item]:
-    """Lists the persistent buffers of a model; a buffer that several modules share appears once, by its first name.
+    """Lists the persistent buffers of a model, shared ones once, by their first name.
 
-    Raises:
-        CheckpointError: a buffer has no memory.
+    Raises CheckpointError if one has no memory.
     """
     names: dict[Tensor, str] = {}
     for prefix, module in canonical_modules(model):
@@ -212,7 +218,7 @@ def _local(name: str, what: str, shard: Shard, tensor: Tensor) -> Tensor:
     try:
         local = shard.local(tensor).detach()
     except RuntimeError as error:
-        raise CheckpointError(f"{name}: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from None
     check_storage(name, what, local, CheckpointError)
     return local
 

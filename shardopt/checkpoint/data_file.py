@@ -63,16 +63,10 @@ class StoredChunk(NamedTuple):
 
 
 def write_data_file(folder: Folder, name: str, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> StoredFile:
-    """Writes a new data file with its table, and removes the file if that fails.
+    """Writes a new data file with its table, and removes the file if that fails with an OSError.
 
-    Args:
-        folder: the checkpoint's folder.
-        name: the file's name.
-        parts: for each rectangle: the tensor's position among the sorted names, the rectangle's offsets in the tensor,
-            and its elements, on any device. Iterated over in the caller's thread, a few chunks ahead of the writing.
-
-    Raises:
-        OSError: the file exists already, or the system cannot write it.
+    ``parts`` has for each rectangle the tensor's position among the sorted names, the rectangle's offsets in the
+    tensor, and its elements, on any device; iterated over in the caller's thread, a few chunks ahead of the writing.
     """
     numbers: list[int] = []
     stored: list[StoredChunk] = []
@@ -119,14 +113,8 @@ def table_of(tensors: Sequence[int], chunks: Sequence[StoredChunk]) -> bytes:
 def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> dict[str, list[StoredChunk]]:
     """Decodes and validates the table of a data file, after its checksum was verified: the chunks by tensor name.
 
-    Args:
-        data: the table.
-        tensors: all tensors of the checkpoint, sorted by name.
-        length: how many bytes of the data file are chunks; the table follows them.
-
-    Raises:
-        InvalidError: a chunk is empty or too large, or does not lie within its tensor or the file, or chunks share
-            bytes.
+    ``tensors`` are all tensors of the checkpoint, sorted by name; the table follows ``length`` bytes of chunks. Raises
+    InvalidError if a chunk is empty or too large, not within its tensor or the file, or shares bytes with another.
     """
     demand(len(data) >= _HEAD, "a table without a head")
     count, dims = (int(x) for x in np.frombuffer(data, dtype="<u8", count=2))
@@ -165,11 +153,7 @@ def chunks_in(data: bytes, tensors: Mapping[str, StoredTensor], length: int) -> 
 
 
 def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
-    """Checks that the data files of these numbers exist and are as long as the index says.
-
-    Raises:
-        CheckpointError: a file does not exist or has another length.
-    """
+    """Raises CheckpointError unless the data files of these numbers exist and are as long as the index says."""
     for number in numbers:
         stored, name = index.files[number], data_file_name(index.token, number)
         path = folder.path_of(name)
@@ -182,7 +166,7 @@ def check_lengths(folder: Folder, index: Index, numbers: Iterable[int]) -> None:
             raise CheckpointError(
                 f"{path}: cannot be found ({error.strerror}), expected {length} bytes of data; is this a folder that "
                 "all ranks see, and was it left alone by other saves?"
-            ) from error
+            ) from None
         if size != length:
             raise CheckpointError(
                 f"{path}: got {size} bytes, expected {length}: the file was changed after the save; load another "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.errors import CheckpointError
 from shardopt.checkpoint.wording import few, named
@@ -84,14 +86,9 @@ def _hyper_parameters(group: SavedGroup) -> dict[str, Any]:
 
 
 def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Looks up, for each param group of the loading optimizer, the options that its parameters were saved with.
+    """Looks up the options with which the parameters of each param group (``names``) were saved.
 
-    Args:
-        saved: the checkpoint's param groups.
-        names: for each param group of the loading optimizer, the names of its parameters.
-
-    Raises:
-        CheckpointError: a group's parameters were saved with different options, or one was saved in no group.
+    Raises CheckpointError if they differ within a group, or if a parameter was saved in no group.
     """
     options = {name: group["options"] for group in saved for name in group["parameters"]}
     by_group = []
@@ -114,17 +111,24 @@ def saved_options(saved: Sequence[SavedGroup], names: Sequence[Sequence[str]]) -
 
 
 def options_after_load(
-    optimizer: ShardedOptimizer | QuantizedState, group: Mapping[str, Any], saved: Mapping[str, Any]
+    optimizer: ShardedOptimizer | QuantizedState,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    *,
+    keep: bool = False,
 ) -> dict[str, Any]:
     """A param group's options after a load: saved hyper-parameters, but the present codec, block size and the like.
 
-    Raises:
-        ValueError: one of the merged options is not allowed.
+    With ``keep`` only values that steps have computed are the saved ones. Raises ValueError if an option is not
+    allowed.
     """
     unchanged = {*STATE_FORMAT, *RUN_OPTIONS, *_NOT_SAVED, *optimizer._internals.format}
     if saved.get("master_weight_bits") != group.get("master_weight_bits"):
         unchanged.add("stochastic_rounding")  # depends on the weights' format, which differs
     taken = {key: value for key, value in saved.items() if key not in unchanged}
+    if keep:
+        of_steps = values_kept_by_steps(optimizer) | (taken.keys() - group.keys() - {"initial_lr"})
+        taken = {key: taken[key] for key in taken.keys() & of_steps}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple | None):
             taken[key] = tuple(value)  # JSON has lists only
@@ -136,6 +140,30 @@ def options_after_load(
         if is_number and isinstance(present, Tensor) and present.numel() == 1:
             taken[key] = present.new_tensor(value).reshape(present.shape)
     return {**group, **taken}
+
+
+def values_kept_by_steps(optimizer: ShardedOptimizer | QuantizedState) -> frozenset[str]:
+    """The entries of param groups that are state, as Prodigy's ``d``: the class has no argument of such a name."""
+    inner = getattr(optimizer, "_inner", optimizer)
+    classes = [each for each in type(inner).__mro__ if issubclass(each, Optimizer)]
+    arguments = {name for each in classes for name in signature(each).parameters}
+    return frozenset(inner.defaults.keys() - arguments - DEFAULTS.keys())
+
+
+def changed_options(
+    of_steps: Collection[str], group: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """The hyper-parameters that a load changes in a param group: their values before and after, as in the header.
+
+    Without values that steps keep, and without the learning rate if a schedule with the same initial one has set it.
+    """
+    before, after = (describe_group(each, ())["options"] for each in (group, new))
+    unlisted = {*of_steps, "lr"} if "initial_lr" in before and before["initial_lr"] == after["initial_lr"] else of_steps
+    return {
+        key: (before[key], value)
+        for key, value in after.items()
+        if key in before and value != before[key] and key not in unlisted
+    }
 
 
 def set_options(group: dict[str, Any], new: Mapping[str, Any], dropped: Collection[str]) -> None:

@@ -24,11 +24,7 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def to_json(header: Any) -> str:
-    """Encodes a header as JSON, with infinities and NaN as objects.
-
-    Raises:
-        TypeError: JSON cannot hold a value, a key is not text, or lists and dicts are nested too deep.
-    """
+    """Encodes a header as JSON, with infinities and NaN as objects; TypeError for what JSON or a load cannot take."""
     encoded = _encoded(header, "", 0)
     try:
         return json.dumps(encoded, allow_nan=False)
@@ -36,16 +32,11 @@ def to_json(header: Any) -> str:
         raise TypeError(
             f"got a header that JSON cannot hold: {error}; pass tensors, numbers, text, and lists and dicts of the "
             "last two, such as scheduler.state_dict()"
-        ) from error
+        ) from None
 
 
 def from_json(text: str | bytes) -> Any:
-    """Decodes JSON in which infinities and NaN are objects, as :func:`to_json` writes them.
-
-    Raises:
-        ValueError: the text is not JSON.
-        RecursionError: lists or objects are nested too deep.
-    """
+    """Decodes what :func:`to_json` writes; ValueError if it is no JSON, RecursionError if it is nested too deep."""
     return json.loads(text, object_hook=_decoded)
 
 

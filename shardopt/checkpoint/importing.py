@@ -16,7 +16,7 @@ from shardopt.checkpoint.groups import options_after_load
 from shardopt.checkpoint.peers import DERIVED, CodedMoment, Peer, are_floats, is_dense, package_of
 from shardopt.checkpoint.wording import few, kind_of, named, one_line, shown
 from shardopt.kernels.autograd import without_autograd
-from shardopt.layout import FlatBuffer, FlatShard, all_or_none, shard_of
+from shardopt.layout import FlatBuffer, FlatShard, all_or_none, meet, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.optim.loading import as_value_error, checked_containers, checked_entries, loading_ranks, reorder_groups
 from shardopt.state.encoding import encode_loaded
@@ -146,9 +146,11 @@ def import_state(
             with as_value_error("the state dict"):
                 return _read(optimizer, state_dict, names_by_id)
         except ValueError as error:
-            raise ValueError(one_line(error, _MOST_CHARACTERS)) from error
+            raise ValueError(one_line(error, _MOST_CHARACTERS)) from None
 
-    source = all_or_none(loading_ranks(params), read)
+    rank_groups = loading_ranks(params)
+    meet(rank_groups, "import_state")
+    source = all_or_none(rank_groups, read)
     state: dict[int, StateDict] = {}
     parameters: dict[str, Outcome] = {}
     for number, (name, spec, moments, step) in source.states.items():

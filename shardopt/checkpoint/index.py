@@ -144,18 +144,14 @@ def read_header(path: PathLike) -> dict[str, Any]:
 
 
 def load_index(folder: Folder) -> Index:
-    """Reads and validates ``checkpoint.json``.
-
-    Raises:
-        CheckpointError: the folder has no ``checkpoint.json``, or the file is damaged or of another format version.
-    """
+    """Reads and validates ``checkpoint.json``; CheckpointError if it is missing, damaged or of another version."""
     path = folder.path_of(INDEX_NAME)
     try:
         text = folder.read(INDEX_NAME)
     except OSError as error:
-        raise CheckpointError(_why_unreadable(folder, error)) from error
-    except MemoryError as error:
-        raise CheckpointError(f"{path}: got an index that does not fit into memory; load another checkpoint") from error
+        raise CheckpointError(_why_unreadable(folder, error)) from None
+    except MemoryError:
+        raise CheckpointError(f"{path}: got an index that does not fit into memory; load another checkpoint") from None
     content, crc32 = _verified(path, text)
     version = content.get("format_version")
     if version != FORMAT_VERSION or type(version) is not int:
@@ -187,11 +183,7 @@ def load_index(folder: Folder) -> Index:
 
 
 def dump_index(index: Index) -> bytes:
-    """Encodes an index as the bytes of ``checkpoint.json``, with its checksum.
-
-    Raises:
-        TypeError: see :func:`shardopt.checkpoint.header.to_json`.
-    """
+    """Encodes an index as the bytes of ``checkpoint.json``, with its checksum; TypeError as :func:`to_json`."""
     tensors = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(tensor_to_json(tensor))}" for name, tensor in index.tensors.items()
     )
@@ -226,8 +218,7 @@ def tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
     """Decodes a tensor's entry in an index with ``files`` data files. Does not check that ``parts`` tile the tensor.
 
-    Raises:
-        InvalidError: the entry is malformed, or names a data file that the index does not have.
+    Raises InvalidError if the entry is malformed, or names a data file that the index does not have.
     """
     forms = [{"dtype", "shape", *keys} for keys in (("start", "cuts"), ("start", "range"), ("parts",))]
     demand(isinstance(stored, dict) and stored.keys() in forms, f"tensor {named(name)}")
@@ -255,11 +246,7 @@ def tensor_from_json(name: str, stored: Any, files: int) -> StoredTensor:
 
 
 def partition_from_json(stored: Mapping[str, Any], shape: tuple[int, ...]) -> Partition:
-    """Decodes the partition, ``cuts`` or ``range``, in the entry of a tensor of this global shape; see above.
-
-    Raises:
-        InvalidError: the entry is malformed.
-    """
+    """Decodes ``cuts`` or ``range`` in the entry of a tensor of this global shape; InvalidError if it is malformed."""
     if "cuts" in stored:
         demand(isinstance(stored["cuts"], list) and len(stored["cuts"]) <= MAX_DIMS, "cuts that are no list")
         cuts = [Cut(*_sizes(cut, "a cut", 3)) for cut in stored["cuts"]]

@@ -100,11 +100,11 @@ class LoadedItem:
 
     @property
     def state_conversion(self) -> str:
-        """Words for an error or report: codecs between which a load converts moments; empty if it does not."""
+        """Words for an error or report: how saved moments are encoded and how the optimizer's; empty if alike."""
         if self.saved_spec is None or self.spec is None or not self.spec.moments:
             return ""
         saved, wanted = _described(self.saved_spec), _described(self.spec)
-        return "" if saved == wanted else f"{saved} state for {wanted}"
+        return "" if saved == wanted else f"state saved with {saved}, this optimizer has {wanted}"
 
     @property
     def weight_formats(self) -> tuple[WeightFormat, WeightFormat]:
@@ -118,7 +118,8 @@ class LoadedItem:
     def conversion(self) -> str:
         """Words for an error or report: how a load converts moments and weights; empty if both stay bit for bit."""
         old, new = self.weight_formats
-        of_weights = f"{old.dtype} weights of {old.low_bits} low bits for {new.dtype} of {new.low_bits}"
+        saved, wanted = (f"{each.dtype} with {each.low_bits} low bits" for each in (old, new))
+        of_weights = f"weights saved in {saved}, this model has {wanted}"
         return " and ".join(filter(None, [self.state_conversion, "" if old == new else of_weights]))
 
     def decoded_moments(self) -> list[Tensor] | None:
@@ -190,12 +191,8 @@ def tensors_of(
 ) -> dict[str, Chunks]:
     """Describes an item's tensors by their names in the checkpoint: its elements ``local``, and each state entry.
 
-    Args:
-        item: the parameter or buffer.
-        local: this rank's elements of the parameter or buffer.
-        spec: the format of its state; None to leave the state out.
-        state: this rank's part of each state entry, plain tensors.
-        to_save: leave out what another rank saves: scales of a block that begins there, a flat parameter's step count.
+    ``spec`` is the format of its state (None: leave the state out), ``state`` this rank's part of each entry. With
+    ``to_save``, leaves out what another rank saves: scales of a block that begins there, a flat parameter's step count.
     """
     tensors = {model_key(item.name): chunks_of(item.shard, local)}
     if spec is None:

@@ -50,14 +50,9 @@ class Peer:
     def read(self, state: Entries, group: Entries, expected: Sequence[Moment], name: str) -> Entries:
         """Renames one parameter's entries to torch.optim's names; moments become floats or a :class:`CodedMoment`.
 
-        Args:
-            state: a state of a form that :meth:`recognizes` accepts, or of torch.optim's form.
-            group: the parameter's param group, as it was saved.
-            expected: the moments of the optimizer that takes over the state.
-            name: the parameter's name, for errors.
-
-        Raises:
-            ValueError: the state is of another kind of optimizer, or damaged.
+        ``state`` has a form that :meth:`recognizes` accepts, or torch.optim's; ``group`` is its param group as saved,
+        ``expected`` are the moments of the optimizer that takes it, ``name`` is for errors. Raises ValueError if the
+        state is of another kind of optimizer, or damaged.
         """
         return state
 
@@ -111,11 +106,7 @@ def table_coded(codes: Tensor, scales: Tensor, table: Tensor, block_size: int, *
 
 
 def check_scales(codes: Tensor, scales: Tensor, block_size: int, what: str) -> None:
-    """Checks that there is one scale per block of codes, finite and not negative.
-
-    Raises:
-        ValueError: the number of scales is not that of the blocks, or a scale cannot be used.
-    """
+    """Raises ValueError unless there is one scale per block of codes, finite and not negative."""
     blocks = -(-codes.numel() // block_size)
     if scales.shape != (blocks,):
         raise ValueError(
@@ -364,11 +355,7 @@ PEERS: tuple[Peer, ...] = (Bitsandbytes(), Torchao(), Flashoptim(), Dion(), Peer
 
 
 def package_of(states: Collection[Entries]) -> Peer:
-    """The package that all ``states`` of an optimizer's parameters are from; no state is empty, no entry None.
-
-    Raises:
-        ValueError: there is no state, or it is of no known package or of several.
-    """
+    """The package that all ``states`` (none empty) of an optimizer are from; ValueError if there is not exactly one."""
     if not states:
         raise ValueError("got no state at all, expected that of an optimizer which has taken a step")
     for state in states:

@@ -93,13 +93,11 @@ class Plan(NamedTuple):
 class Planning:
     """One rank's description of what it saves, and the plan that follows from the descriptions of all ranks.
 
+    Raises CheckpointError if a kind of shard describes its partition wrongly, UnicodeEncodeError if a name is no text.
+
     Attributes:
         contents: what this rank saves.
         message: to be all-gathered: a digest of the description, and the rank at offset 0, for the strides in order.
-
-    Raises:
-        CheckpointError: a kind of shard describes its partition wrongly.
-        UnicodeEncodeError: a name cannot be encoded as UTF-8.
     """
 
     def __init__(self, contents: Contents, ranks: Ranks) -> None:
@@ -131,13 +129,10 @@ class Planning:
     def plan(self, messages: Sequence[bytes], *, is_retry: bool = False) -> Plan:
         """Makes the plan from the messages of all ranks, by rank. All ranks must call this.
 
-        Ranks may have described state that they do not have (:func:`contents_of` does for empty shards). If parts of
-        it are on no rank, the ranks describe only the tensors of which they have elements, and plan again
-        (``is_retry``).
-
-        Raises:
-            CheckpointError: on all ranks: tensors of one name differ in shape or dtype, or parts do not fill a tensor
-                or overlap.
+        Ranks may have described state that they do not have (:func:`contents_of` does for empty shards). If parts of it
+        are on no rank, the ranks describe only the tensors of which they have elements, and plan again (``is_retry``).
+        Raises CheckpointError on all ranks if tensors of one name differ in shape or dtype, or parts overlap or leave
+        gaps.
         """
         groups = self._description_groups(messages)
         tensors = _merged_tensors(groups)

@@ -8,6 +8,7 @@ are global, so that names, shapes and values do not depend on the sharding. The 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import mmap
 import os
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.contents import Contents, contents_of, opened
+from shardopt.checkpoint.contents import Contents, check_arguments, contents_of, opened
 from shardopt.checkpoint.errors import CheckpointError, ReplacedError
 from shardopt.checkpoint.index import load_index
 from shardopt.checkpoint.items import Chunks
@@ -35,12 +36,14 @@ from shardopt.checkpoint.ranks import Ranks, on_device_of
 from shardopt.checkpoint.restore import Restoration
 from shardopt.checkpoint.saving import check_keep_last, write_checkpoint
 from shardopt.checkpoint.storage import Folder, PathLike, folder_at
+from shardopt.checkpoint.wording import first_of
 from shardopt.kernels.autograd import without_autograd
 from shardopt.kernels.memory import copy_to_host
 from shardopt.layout import engines_of
 
 _ATTEMPTS = 10  # attempts of a load that other saves interrupt by replacing the checkpoint
 _ALIGNMENT = 64  # bytes, in a staging buffer
+_logger = logging.getLogger("shardopt")
 
 
 class Loaded(NamedTuple):
@@ -49,10 +52,13 @@ class Loaded(NamedTuple):
     Attributes:
         extra: the ``extra`` arguments of :func:`save`.
         converted: by name of each parameter whose state or dtype was converted: from what to what, in words.
+        hyper_parameters: by index of each param group of which the load changed hyper-parameters: their values before
+            and after, by name. A learning rate is left out if a schedule set it, with the same ``initial_lr``.
     """
 
     extra: dict[str, Any]
     converted: dict[str, str]
+    hyper_parameters: dict[int, dict[str, tuple[Any, Any]]]
 
 
 @without_autograd
@@ -64,7 +70,8 @@ def save(
     Replaces a checkpoint in the folder; the previous checkpoint stays unchanged until the new one is complete, and if
     saving fails. Waits up to 10 seconds for another save into the folder. Ranks may hold different parameters under
     different names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold under one
-    name must have the same bits; buffers are saved from the first rank.
+    name must have the same bits; buffers are saved from the first rank. After 20 seconds the log names the ranks that
+    do not call this; after 600, or those in the environment variable ``SHARDOPT_WAIT_FOR_RANKS``, the others raise.
 
     Args:
         path: the folder, which all ranks must see, or a URL that the package fsspec opens, such as
@@ -81,15 +88,16 @@ def save(
             with lists and dicts at most a hundred within each other.
 
     Raises:
-        CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, or another
-            save into the folder goes on. Nothing was changed, on any rank.
+        CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, some ranks
+            did not call this, or another save into the folder goes on. Nothing was changed, on any rank.
         ValueError: ``keep_last`` is no positive whole number, or the folder's name does not end with a number.
         TypeError: ``extra`` has a value that is no tensor and that JSON cannot hold, the optimizer is not one of
             these, or is not that of the DeepSpeed engine.
     """
     folder = folder_at(path)
+    check_arguments(model, optimizer)
     with on_device_of(model):
-        write_checkpoint(folder, keep_last, lambda: contents_of(model, optimizer, extra), Ranks())
+        write_checkpoint(folder, keep_last, lambda: contents_of(model, optimizer, extra), Ranks.met("save"))
 
 
 @without_autograd
@@ -129,6 +137,7 @@ def async_save(
     """
     global _last_future
     folder = folder_at(path)
+    check_arguments(model, optimizer)
     stager = _reusable_stager(None if staging_dir is None else Path(staging_dir))
 
     def staged() -> Contents:
@@ -137,7 +146,7 @@ def async_save(
         return contents._replace(tensors=stager.stage(contents.tensors))
 
     with on_device_of(model):
-        contents = Ranks().agree(staged)
+        contents = Ranks.met("async_save").agree(staged)
         future = _SaveFuture(stager)
         _last_future = weakref.ref(future)
         ranks = Ranks(_background_group(dist.group.WORLD))
@@ -181,7 +190,14 @@ def _wait_for_thread() -> None:
 
 
 @without_autograd
-def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, convert: bool = False) -> Loaded:
+def load(
+    path: PathLike,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    convert: bool = False,
+    hyper_parameters: Literal["saved", "keep"] = "saved",
+) -> Loaded:
     """Loads a checkpoint of :func:`save`, under any sharding and number of ranks. All ranks must call this.
 
     Reads and verifies the whole checkpoint before changing anything. Takes as much host memory as this rank's part of
@@ -196,23 +212,30 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
         optimizer: an optimizer of the same parameters; None to load the model only.
         convert: allow another codec, block size or weight format of the optimizer, or another dtype of a parameter,
             than the checkpoint's: moments are decoded and encoded again, weights are rounded.
+        hyper_parameters: ``"saved"``: the checkpoint's learning rate, weight decay and so on replace those of the
+            optimizer's param groups, and a line of the log lists what changes. ``"keep"``: the optimizer's stay.
 
     Returns:
-        The other values that were saved, and the conversions.
+        The other values that were saved, the conversions, and the changed hyper-parameters.
 
     Raises:
         CheckpointError: there is no checkpoint in the folder, the checkpoint is damaged, of a newer format, or of
-            another model or optimizer, or another rank failed. Nothing was changed, on any rank.
+            another model or optimizer, or another rank failed or did not call this. Nothing was changed, on any rank.
         RuntimeError: there is not enough memory for the load, as with torch.OutOfMemoryError. Nothing was changed, on
             any rank.
         TypeError: the optimizer is none that :func:`save` takes, or is not that of the DeepSpeed engine.
+        ValueError: ``hyper_parameters`` is neither.
     """
+    if hyper_parameters not in ("saved", "keep"):
+        raise ValueError(f"hyper_parameters: got {hyper_parameters!r}, expected 'saved' or 'keep'")
     folder = folder_at(path)
+    check_arguments(model, optimizer)
     with on_device_of(model):
+        ranks = Ranks.met("load")
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with opened(model, optimizer) as (bare_model, bare_optimizer):
-                    loaded = _load(folder, bare_model, bare_optimizer, convert)
+                    loaded = _load(folder, bare_model, bare_optimizer, ranks, convert, hyper_parameters)
                 break
             except ReplacedError:
                 if attempt == _ATTEMPTS:
@@ -223,9 +246,10 @@ def load(path: PathLike, model: Module, optimizer: Optimizer | None = None, *, c
     return loaded
 
 
-def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: bool) -> Loaded:
+def _load(
+    folder: Folder, model: Module, optimizer: Optimizer | None, ranks: Ranks, convert: bool, hyper_parameters: str
+) -> Loaded:
     """One attempt of :func:`load`, for the bare model; a ReplacedError if the checkpoint is replaced meanwhile."""
-    ranks = Ranks()
 
     def opened_checkpoint() -> tuple[Restoration, bytes]:
         index = load_index(folder)
@@ -238,21 +262,25 @@ def _load(folder: Folder, model: Module, optimizer: Optimizer | None, convert: b
             f"{folder}: got different checkpoints on different ranks, expected one; is it a folder that all ranks see, "
             "and does nobody save into it?"
         )
-    host = ranks.agree(lambda: restoration.read([message[4:] for message in messages], convert=convert))
+    claimed, keep = [message[4:] for message in messages], hyper_parameters == "keep"
+    host = ranks.agree(lambda: restoration.read(claimed, convert=convert, keep=keep))
     states = ranks.agree(lambda: restoration.make_states(host))
     restoration.commit(host, states)
-    return Loaded(host.extra, host.converted)
+    if host.hyper_parameters and ranks.rank == 0:
+        changes = [
+            f"{key} of param group {index} from {old} to {new}"
+            for index, changed in host.hyper_parameters.items()
+            for key, (old, new) in changed.items()
+        ]
+        _logger.warning("load changed %s; hyper_parameters='keep' keeps the optimizer's own values", first_of(changes))
+    return Loaded(host.extra, host.converted, host.hyper_parameters)
 
 
 class Stager:
-    """Copies tensors to host memory, or to a file that is mapped into memory.
+    """Copies tensors to host memory, or to a file without a name, in ``folder``, that is mapped into memory.
 
     All copies lie in one staging buffer, which the next :meth:`stage` uses again: the system clears each page of new
     memory on first touch, which takes several times as long as copying. The buffer grows when more memory is needed.
-
-    Args:
-        folder: a folder on a local disk for the buffer; None for host memory. The file has no name, so that nothing is
-            left of it when the process ends.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -262,9 +290,7 @@ class Stager:
     def stage(self, tensors: Mapping[str, Chunks]) -> dict[str, Chunks]:
         """Copies this rank's rectangles into the staging buffer, over earlier copies, and returns chunks of the copies.
 
-        Raises:
-            RuntimeError: there is not enough memory.
-            CheckpointError: there is not enough room in the folder, or no file can be made there.
+        Raises RuntimeError if there is not enough memory, CheckpointError if the folder has no room for the file.
         """
         rectangles = [tensor for chunks in tensors.values() for tensor in chunks.parts.values()]
         sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in rectangles]
@@ -294,7 +320,7 @@ def _mapped(folder: Path, size: int) -> Tensor:
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot stage {size} bytes: {error.strerror or error}; make room or choose another staging_dir"
-        ) from error
+        ) from None
 
 
 class _SaveFuture(Future[None]):

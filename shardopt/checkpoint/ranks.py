@@ -13,6 +13,8 @@ from torch.nn import Module
 
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError, ReplacedError
 from shardopt.checkpoint.wording import one_line
+from shardopt.layout import meet
+from shardopt.layout.rank_group import MissingRanksError
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
 T = TypeVar("T")
@@ -35,6 +37,17 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         # A single rank takes no collectives: its asynchronous save may outlive the process group.
         self._group = None if group is None or self.size == 1 else TorchRankGroup((group,), device_of(group))
+
+    @classmethod
+    def met(cls, call: str) -> Ranks:
+        """All ranks, once all of them have made this call (``save``); raises a CheckpointError if some do not."""
+        ranks = cls()
+        try:
+            with _lost_ranks():
+                meet([] if ranks._group is None else [ranks._group], call)
+        except MissingRanksError as error:
+            raise CheckpointError(f"{error}; nothing was changed") from None
+        return ranks
 
     def exchange(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
         """Calls ``work``, which returns a result and a message; returns this rank's result and all ranks' messages.
@@ -103,6 +116,8 @@ def _lost_ranks() -> Iterator[None]:
     """Turns a failure of the collectives inside, and of the wait for their results, into a LostRanksError."""
     try:
         yield
+    except MissingRanksError:
+        raise
     except RuntimeError as error:  # of the back end: of gloo a RuntimeError, of others a DistBackendError, which is one
         raise LostRanksError(
             f"the ranks cannot talk to each other any more: {one_line(error)}; see which of them failed, and why"

@@ -26,10 +26,7 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
     """Fills the rectangles in ``tensors``, which must have the saved dtypes and shapes, from the data files.
 
     Reads each stored chunk that overlaps once, in full, to verify its checksum. Fills no rectangle on the meta device.
-    If reading fails, some rectangles may have been filled.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged; a ReplacedError if another save has replaced it meanwhile.
+    If the checkpoint is damaged (CheckpointError) or another save replaces it (ReplacedError), some may be filled.
     """
     targets = [
         _Target(name, (offsets, tuple(tensor.shape)), tensor, [])
@@ -47,11 +44,11 @@ def read_tensors(folder: Folder, index: Index, tensors: Mapping[str, Chunks]) ->
             if not fills(target.part[1], target.filled):
                 what = f"chunks that do not fill {named(target.name)} {target.part[1]} from {target.part[0]}"
                 raise unknown_content(folder.path_of(INDEX_NAME), what)
-    except CheckpointError as error:
+    except CheckpointError:
         if _is_replaced(folder, index):
             raise ReplacedError(
                 f"{folder}: another checkpoint was saved there while this one was loaded; load again"
-            ) from error
+            ) from None
         raise
 
 
@@ -88,7 +85,7 @@ def _read_file(folder: Folder, index: Index, number: int, targets: Sequence[_Tar
         with folder.reading(name) as read:
             _read_chunks(_read_table(index, number, read, path), read, path, targets)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}; load another checkpoint") from None
 
 
 def _read_chunks(
@@ -126,10 +123,10 @@ def _read_table(index: Index, number: int, read: Read, path: str) -> dict[str, l
     assert stored is not None  # checking its length would have raised
     try:
         table = torch.empty(stored.table, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:
+    except RuntimeError:
         raise CheckpointError(
             f"{path}: got a table of {stored.table} bytes, expected one that fits into memory; load another checkpoint"
-        ) from error
+        ) from None
     _read_verified(table, read, path, stored.data, stored.crc32)
     try:
         return chunks_in(table.numpy().tobytes(), index.tensors, stored.data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,13 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.contents import UnwrappedOptimizer, aliases_in, buffers_of, items_of, names_by_group
 from shardopt.checkpoint.errors import CheckpointError
-from shardopt.checkpoint.groups import options_after_load, saved_options, set_options
+from shardopt.checkpoint.groups import (
+    changed_options,
+    options_after_load,
+    saved_options,
+    set_options,
+    values_kept_by_steps,
+)
 from shardopt.checkpoint.index import Index, StoredTensor
 from shardopt.checkpoint.items import Chunks, Item, LoadedItem, model_key, tensors_of
 from shardopt.checkpoint.reading import read_tensors
@@ -40,6 +47,7 @@ class HostCopy(NamedTuple):
         buffers: the buffers.
         options: the options of each param group after the load.
         extra: the ``extra`` values of the save.
+        hyper_parameters: see :class:`shardopt.checkpoint.Loaded`.
         converted: by name of each parameter whose state or dtype is converted: from what to what, in words.
         shared: items with moments that several ranks must encode together, as they share blocks; and these moments.
     """
@@ -48,6 +56,7 @@ class HostCopy(NamedTuple):
     buffers: list[LoadedItem]
     options: list[dict[str, Any]]
     extra: dict[str, Any]
+    hyper_parameters: dict[int, dict[str, tuple[Any, Any]]]
     converted: dict[str, str]
     shared: list[tuple[LoadedItem, FloatMoments]]
 
@@ -55,11 +64,8 @@ class HostCopy(NamedTuple):
 class Restoration:
     """The load of a checkpoint into a model and an optimizer, on one rank.
 
-    Call :meth:`read`, :meth:`make_states` and :meth:`commit`. Only :meth:`commit` changes model and optimizer.
-
-    Raises:
-        CheckpointError: shardopt.checkpoint.save did not write the checkpoint, or the optimizer is not the model's.
-        TypeError: the optimizer is neither shardopt's nor of quantize_state.
+    Call :meth:`read`, :meth:`make_states` and :meth:`commit`. Only :meth:`commit` changes model and optimizer. Raises
+    CheckpointError if save() did not write the checkpoint, or the optimizer is not the model's; TypeError if not ours.
     """
 
     def __init__(self, folder: Folder, index: Index, model: Module, optimizer: Optimizer | None) -> None:
@@ -101,23 +107,21 @@ class Restoration:
         own = {model_key(name) for name in (*(item.name for item in self._model_items), *self._saved_twice)}
         return np.packbits(np.array([name in own for name in self._saved_names], dtype=np.bool_)).tobytes()
 
-    def read(self, claimed: Sequence[bytes], *, convert: bool) -> HostCopy:
+    def read(self, claimed: Sequence[bytes], *, convert: bool, keep: bool) -> HostCopy:
         """Reads this rank's part to host memory, validates it and converts weights; ``claimed`` has all ranks' bitmaps.
 
-        Raises:
-            CheckpointError: the checkpoint is damaged, is of another model or optimizer, needs a conversion without
-                `convert`, or has options or state that are out of range.
+        With ``keep`` the optimizer keeps its hyper-parameters. Raises CheckpointError if the checkpoint is damaged, of
+        another model or optimizer, needs a conversion without ``convert``, or has options or state out of range.
         """
         with _errors_with_path(self._folder):
             self._check_model(claimed)
-            options, saved = self._new_and_saved_options()
+            options, saved = self._new_and_saved_options(keep)
             items = [self._allocated(item, options, saved) for item in self._items]
             converted = {each.item.name: words for each in items if (words := each.conversion)}
             if converted and not convert:
-                name, conversion = next(iter(converted.items()))
                 raise CheckpointError(
-                    f"got {conversion} for {named(name)} and {len(converted) - 1} other parameters, expected the "
-                    "optimizer's and model's own; make them alike, or convert with load(..., convert=True)"
+                    f"{few(converted)}: got {converted[min(converted)]}; use the options that were saved, or convert "
+                    "with load(..., convert=True)"
                 )
             buffers = [LoadedItem(item, _new_like(item.local)) for item in self._buffers]
             by_name = {each.item.name: each for each in items}
@@ -141,18 +145,18 @@ class Restoration:
             if each.spec is not None and each.state_conversion and sharing_ranks(each.spec) is not None
         ]
         all_extra = {**self._index.header["extra"], **{key.removeprefix("extra."): x for key, x in extra.items()}}
-        return HostCopy(items, buffers, options, all_extra, converted, shared)
+        changes: dict[int, dict[str, tuple[Any, Any]]] = {}
+        if self._unwrapped is not None:
+            kept = values_kept_by_steps(self._unwrapped.optimizer)
+            of_groups = map(partial(changed_options, kept), self._unwrapped.all_groups, options)
+            changes = {index: changed for index, changed in enumerate(of_groups) if changed}
+        return HostCopy(items, buffers, options, all_extra, changes, converted, shared)
 
     def make_states(self, host: HostCopy) -> dict[Tensor, Any]:
         """Builds the optimizer's new state, encoded in its codec and on its devices. All ranks must call this.
 
-        Converts the state in ``host.items``, and empties ``host.shared`` to free its memory.
-
-        Returns:
-            The state of each parameter or flat buffer that has some, as :meth:`commit` needs it.
-
-        Raises:
-            CheckpointError: the state could not be made.
+        Converts the state in ``host.items``, and empties ``host.shared`` to free its memory. Returns the state of each
+        parameter or flat buffer that has some, for :meth:`commit`. Raises CheckpointError if it cannot be made.
         """
         groups = dict.fromkeys(sharing_ranks(floats.spec) for _, floats in host.shared)
         encoded = encode_slices([floats for _, floats in host.shared], [ranks for ranks in groups if ranks is not None])
@@ -222,7 +226,7 @@ class Restoration:
                 "the model that was saved: build it with the same sizes and names"
             )
 
-    def _new_and_saved_options(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _new_and_saved_options(self, keep: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """For each param group: its options after the load, and the options with which its parameters were saved."""
         if self._unwrapped is None:
             return [], []
@@ -239,12 +243,12 @@ class Restoration:
         new = []
         for index, group in enumerate(self._unwrapped.all_groups):
             try:
-                new.append(self._new_options(group, saved[index]) if names[index] else dict(group))
+                new.append(self._new_options(group, saved[index], keep) if names[index] else dict(group))
             except ValueError as error:
-                raise ValueError(f"param group {index}: {error}") from error
+                raise ValueError(f"param group {index}: {error}") from None
         return new, saved
 
-    def _new_options(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _new_options(self, group: Mapping[str, Any], saved: Mapping[str, Any], keep: bool) -> dict[str, Any]:
         """Validates a param group's saved options, and returns its options after the load."""
         assert self._unwrapped is not None
         optimizer, internals = self._unwrapped.optimizer, self._unwrapped.internals
@@ -252,7 +256,7 @@ class Restoration:
             optimizer._internals.checkpoint_options(saved, ())
         else:
             check_options({**DEFAULTS, **{key: saved[key] for key in STATE_FORMAT if key in saved}})
-        new = options_after_load(optimizer, group, saved)
+        new = options_after_load(optimizer, group, saved, keep=keep)
         return {key: x for key, x in new.items() if key in saved or not internals.is_set_by_steps(key, x)}
 
     def _allocated(self, item: Item, options: _GroupOptions, saved_options: _GroupOptions) -> LoadedItem:
@@ -338,10 +342,8 @@ def _errors_with_path(folder: Folder) -> Iterator[None]:
     """Turns errors in a checkpoint's content, and failed allocations of a size in it, into a CheckpointError."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {one_line(error)}") from error
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {error if isinstance(error, CheckpointError) else one_line(error)}") from None
     except RuntimeError as error:
         raise CheckpointError(
             f"{folder}: got a tensor that does not fit into the host's memory, expected one that does: "

@@ -33,17 +33,8 @@ def write_checkpoint(folder: Folder, keep_last: int | None, collect: Callable[[]
 
     All ranks must call this, and agree on success four times: once tensors are described, the folder is locked, data
     files are written, and the index is written. The header is the first rank's, with the ``param_groups`` of all ranks.
-
-    Args:
-        folder: the folder.
-        keep_last: how many checkpoints stay; see :func:`remove_older`. None: all.
-        collect: collects what this rank saves; called once.
-        ranks: the ranks that save.
-
-    Raises:
-        CheckpointError: on all ranks: the checkpoint could not be written, ranks hold different tensors by one name,
-            or another save into the folder goes on. Nothing was changed.
-        BaseException: raised by ``collect``; other ranks raise a CheckpointError.
+    ``collect`` is called once. After any error on any rank all ranks raise, and nothing was changed: a CheckpointError
+    if writing fails, ranks hold different tensors by one name, or another save goes on, or the error of ``collect``.
     """
 
     def described() -> tuple[Planning, bytes]:
@@ -88,13 +79,13 @@ def _prepare_folder(folder: Folder, rank: int, lock: ExitStack) -> bytes:
     try:
         folder.make()
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot make this folder: {error}; choose another path") from error
+        raise CheckpointError(f"{folder}: cannot make this folder: {error}; choose another path") from None
     if rank:
         return b""
     try:
         unlock = folder.lock(_PATIENCE)
     except OSError as error:
-        raise CheckpointError(f"{folder.path_of(LOCK_NAME)}: cannot be locked: {error}; choose another path") from error
+        raise CheckpointError(f"{folder.path_of(LOCK_NAME)}: cannot be locked: {error}; choose another path") from None
     if unlock is not None:
         lock.callback(unlock)
     in_use = _files_in_use(folder)
@@ -130,7 +121,7 @@ def _write_errors(folder: Folder, name: str, nbytes: int) -> Iterator[None]:
         raise CheckpointError(
             f"{folder.path_of(name)}: cannot write {nbytes} bytes: {error.strerror or error}; make room or "
             "choose another path. The previous checkpoint in this folder, if there was one, is as it was"
-        ) from error
+        ) from None
 
 
 def _files_in_use(folder: Folder) -> list[str] | None:
@@ -138,15 +129,11 @@ def _files_in_use(folder: Folder) -> list[str] | None:
     try:
         return load_index(folder).file_names
     except CheckpointError as error:
-        return [] if isinstance(error.__cause__, FileNotFoundError) else None
+        return [] if isinstance(error.__context__, FileNotFoundError) else None
 
 
 def check_keep_last(folder: Folder, keep_last: int | None) -> None:
-    """Checks the option ``keep_last`` of a save.
-
-    Raises:
-        ValueError: it is no positive whole number, or the folder's name does not end with a number.
-    """
+    """Raises ValueError unless ``keep_last`` is None, or positive and the folder's name ends with a number."""
     if keep_last is None:
         return
     if type(keep_last) is not int or keep_last < 1:

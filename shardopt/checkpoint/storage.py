@@ -167,15 +167,9 @@ class Folder:
     def lock(self, patience: float) -> Callable[[], None] | None:
         """Locks the folder for one save, and makes it again if another run has just removed it.
 
-        Args:
-            patience: seconds to wait for another save.
-
-        Returns:
-            A function that unlocks the folder (as the end of the process does); None if the storage has no locks.
-
-        Raises:
-            CheckpointError: another save holds the lock.
-            OSError: the lock's file cannot be opened or locked.
+        Waits ``patience`` seconds for another save, then raises CheckpointError. Returns a function that unlocks the
+        folder (as the end of the process does); None if the storage has no locks. Raises OSError if it cannot be
+        locked.
         """
         return None
 
@@ -282,10 +276,8 @@ class LocalFolder(Folder):
 def folder_at(path: PathLike) -> Folder:
     """Makes a Folder for a path or URL, on a file system or in a store.
 
-    Raises:
-        TypeError: the argument is no path.
-        CheckpointError: the package for this kind of URL is not installed, or it refuses the URL; or the machine is
-            big-endian.
+    Raises TypeError if it is no path, CheckpointError if no installed package opens the URL or the machine is
+    big-endian.
     """
     from fsspec.core import url_to_fs  # not at the top: importing it takes as long as importing this package
     from fsspec.implementations.local import LocalFileSystem
@@ -303,7 +295,7 @@ def folder_at(path: PathLike) -> Folder:
     try:
         fs, found = url_to_fs(text.rstrip("/"))
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{text}: cannot be opened: {error}") from error
+        raise CheckpointError(f"{text}: cannot be opened: {error}") from None
     return Folder(fs, found.rstrip("/"), text.rstrip("/"))
 
 

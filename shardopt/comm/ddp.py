@@ -27,9 +27,8 @@ _MESSAGE_BYTES = 1 << 25
 class GradientReducer:
     """Reduces gradients to ordered sums, of which each rank owns some rows of every parameter.
 
-    Args:
-        messages: a list of parameters per message: the gradients of a list are exchanged together.
-        mesh: a list of the process group of all ranks; empty for one process.
+    ``messages`` has a list of parameters per message, whose gradients are exchanged together; ``mesh`` is a list of the
+    process group of all ranks, empty for one process.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from shardopt.comm.fsdp2 import FsdpReducer, checked_mesh
 from shardopt.comm.progress import Progress, progresses_of
 from shardopt.comm.wire import WIRES, WireFormat
 from shardopt.kernels.autograd import without_autograd
+from shardopt.layout import meet
 from shardopt.release.fsdp_groups import torch_groups
 from shardopt.sharding.rank_group import TorchRankGroup, device_of
 
@@ -63,7 +64,9 @@ def ordered_gradients(model: Module, *, micro_batches: int, wire: WireFormat = "
     ranks = math.prod(group.size() for group in mesh)
     if mesh:  # compared before micro_batches is checked: a rank that raised would leave the others waiting here
         settings = f"micro_batches={micro_batches}, wire={wire!r}"
-        for rank, other in TorchRankGroup(tuple(mesh), device_of(mesh[0])).all_gather(settings.encode()).items():
+        group = TorchRankGroup(tuple(mesh), device_of(mesh[0]))
+        meet([group], "ordered_gradients")
+        for rank, other in group.all_gather(settings.encode()).items():
             if other.decode() != settings:
                 raise ValueError(
                     f"got {settings} here and {other.decode()} on rank {rank}, expected the same on all ranks; call "

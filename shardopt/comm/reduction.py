@@ -20,10 +20,8 @@ from shardopt.kernels.autograd import without_autograd
 class Reduction:
     """This rank's chunk (some rows of each of several parameters) of the gradient sum over a step's micro-batches.
 
-    Args:
-        progress: counts backward passes, which gives the index of the running micro-batch.
-        mesh: the process group whose ranks own a chunk each; under HSDP also the group of the chunk's replicas, each of
-            which sums a part of it; empty for one process.
+    ``mesh`` has the process group whose ranks own a chunk each; under HSDP also the group of the chunk's replicas, each
+    of which sums a part of it; nothing for one process.
     """
 
     def __init__(
@@ -41,12 +39,10 @@ class Reduction:
     def reduce_scatter(self, chunks: Tensor, out: Tensor) -> None:
         """Exchanges chunks of one micro-batch's gradient per rank, and adds the received ones to this rank's sum.
 
-        Collective. Overwrites ``out`` by zeros, and in the step's last pass by the mean over all micro-batches: under
-        HSDP in this replica's part, the rest being zeros, since FSDP2 all-reduces over the replicas next.
-
-        Args:
-            chunks: this rank's gradient, a row per rank that owns a chunk.
-            out: this rank's chunk, may be a row of ``chunks``. The mean is rounded once, to its dtype.
+        Collective. ``chunks`` is this rank's gradient, a row per rank that owns a chunk. ``out``, this rank's chunk and
+        perhaps a row of them, is overwritten by zeros, and in the step's last pass by the mean over all micro-batches,
+        rounded once: under HSDP in this replica's part, the rest being zeros, since FSDP2 all-reduces over the replicas
+        next.
         """
         self.sum.add_zeros_before(self._progress.first_micro_batch)  # for passes that did not use the parameters
         message = self.wire.encode(chunks)

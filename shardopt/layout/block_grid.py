@@ -99,9 +99,7 @@ class Rectangle(NamedTuple):
     def split(self, limit: int, block_size: int) -> Iterator[Rectangle]:
         """Splits the rectangle into parts of limited size, in order: groups of rows, or groups of blocks of one row.
 
-        Args:
-            limit: most elements of a part; a part of a single block may have more, as blocks are never split.
-            block_size: elements per block.
+        A part has at most ``limit`` elements, unless it is a single block.
         """
         if self.rows * self.cols <= limit:
             yield self
@@ -123,9 +121,8 @@ class Rectangle(NamedTuple):
     def split_before(self, starts: Iterable[int]) -> Iterator[Rectangle]:
         """Splits the rectangle, in order, so that a part begins at each of some elements of the local tensor.
 
-        Args:
-            starts: indices of these elements, ascending; indices outside of the rectangle are ignored. If the rectangle
-                has several rows, each element begins a row of the local tensor.
+        ``starts`` are their indices, ascending; those outside of the rectangle are ignored. If the rectangle has
+        several rows, each begins a row of the local tensor.
         """
         rest = self
         for start in starts:

@@ -138,9 +138,7 @@ class Segment(NamedTuple):
 class FlatBuffer(Shard):
     """A 1-D tensor that concatenates ranges of several parameters and padding, which optimizers ignore.
 
-    Args:
-        numel: the buffer's length on this rank.
-        segments: all parameters that the buffer is made of on any rank, in the same order on all ranks.
+    ``segments`` are all parameters that it is made of on any rank, in the same order on all ranks.
     """
 
     layout_attribute = ASSIGNED

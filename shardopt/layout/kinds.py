@@ -62,8 +62,7 @@ def register(kind: Kind) -> None:
 def shard_of(param: Tensor) -> Shard:
     """Which part of a global parameter ``param`` holds: as assigned, else as a registered kind finds, else all of it.
 
-    Raises:
-        UnknownShardError: ``param`` holds a part of a parameter, and no metadata say which part.
+    Raises UnknownShardError if it is a part, and no metadata say which.
     """
     shard = assigned(param)
     for kind in _kinds:

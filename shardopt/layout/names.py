@@ -69,13 +69,10 @@ def all_parameter_names(model: Module) -> dict[Tensor, list[str]]:
 
 
 def number_parameters(model: Module) -> None:
-    """Stores with each parameter its index in the bare model. Segments of flat buffers have their indices already.
+    """Stores with each parameter of a model that ``read_model`` has read its index in the bare model.
 
-    Steps use the indices only after :func:`use_numbers`: a rank that numbers a model just to print a table of its
-    param groups must round as the other ranks do.
-
-    Args:
-        model: the model, which :func:`shardopt.layout.read_model` must have read.
+    Segments of flat buffers have theirs already. Steps use the indices only after :func:`use_numbers`: a rank that
+    numbers a model just to print a table of its param groups must round as the other ranks do.
     """
     shards = {param: assigned(param) for param in parameter_names(model).values()}
     buffers = [shard for shard in shards.values() if isinstance(shard, FlatBuffer)]

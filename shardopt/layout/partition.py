@@ -62,9 +62,7 @@ class GridPartition(NamedTuple):
     def parts(self, shape: Sequence[int], rank_offset: int) -> list[Part]:
         """The rectangles of a tensor that a rank holds: one, or none if the rank's part is empty.
 
-        Args:
-            shape: the tensor's shape.
-            rank_offset: the rank; of the ranks with copies of a part, only the one with the least offset holds it.
+        Of the ranks with copies of a part, only the one with the least offset holds it.
         """
         if rank_offset != least_offset(self, rank_offset):
             return []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class MissingRanksError(RuntimeError):
+    """Some ranks did not make a call that all ranks must make."""
 
 
 class RankGroup(ABC):
@@ -58,27 +62,26 @@ class RankGroup(ABC):
     ) -> Callable[[], object]:
         """Starts an asynchronous all-to-all: this rank sends a part of ``sent`` to each rank of the group.
 
-        Args:
-            received: 1-D, filled with the elements from all ranks, in the order of the ranks.
-            sent: 1-D, elements for all ranks, in the order of the ranks.
-            received_sizes: number of elements from each rank.
-            sent_sizes: number of elements for each rank.
-
-        Returns:
-            A function that waits until ``received`` is filled.
+        ``sent`` and ``received`` are 1-D, with as many elements for and from each rank as the sizes say, in the order
+        of the ranks. Returns a function that waits until ``received`` is filled.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Starts an asynchronous broadcast of a contiguous tensor from the rank with index ``source`` in the group.
-
-        Returns:
-            A function that waits until the tensor has arrived.
-        """
+        """Starts a broadcast of a contiguous tensor from the rank with index ``source``; returns a wait for it."""
 
     @abstractmethod
     def all_gather(self, message: bytes) -> dict[int, bytes]:
         """All-gathers one message per rank, of any length: returns them by global rank, in the order of the ranks."""
+
+    @abstractmethod
+    def begin_meeting(self, call: str, ranks: tuple[int, ...], *, once: bool) -> Callable[[], None]:
+        """Tells the other ranks of a process group, without a collective, that this rank makes a call.
+
+        ``ranks`` are the global rank numbers of the group. With ``once`` they meet in their first such call only.
+        Returns a function that waits until all ranks have come, and raises MissingRanksError if some do not come in
+        time.
+        """
 
 
 class HoldersForSums(NamedTuple):
@@ -102,14 +105,20 @@ class HoldersForSums(NamedTuple):
     store: Any = None
 
 
+def meet(groups: Iterable[RankGroup], call: str, *, once: bool = False) -> None:
+    """Waits until all ranks of some groups have made this call, to be used before its collectives.
+
+    Raises MissingRanksError if some do not come in time. With ``once`` ranks meet in their first such call only.
+    """
+    group_of = {ranks: group for group in groups for ranks in group.global_ranks_by_group}
+    for wait in [group.begin_meeting(call, ranks, once=once) for ranks, group in group_of.items()]:
+        wait()
+
+
 def all_reduce_any(groups: Sequence[RankGroup], condition: bool) -> bool:
     """Whether a condition holds on any rank of some groups, or of any group that shares a rank with one of them.
 
-    Collective: all of these ranks must call this.
-
-    Args:
-        groups: the groups that this rank belongs to.
-        condition: this rank's value.
+    Collective: all of these ranks must call this. ``groups`` are those of this rank, ``condition`` is its value.
     """
     for group in (*groups, *groups):  # twice, as the first all-reduces miss what later groups report
         flag = torch.tensor([condition], dtype=torch.int32, device="cpu")
@@ -121,11 +130,8 @@ def all_reduce_any(groups: Sequence[RankGroup], condition: bool) -> bool:
 def all_or_none(groups: Sequence[RankGroup], work: Callable[[], T]) -> T:
     """Calls a function without collectives, and raises on all ranks of some groups if it raised on any of them.
 
-    Collective: all ranks of the groups must call this. ``groups`` are those that this rank belongs to.
-
-    Raises:
-        ValueError: the function raised on another rank; says which, and its error. If the function raised on this
-            rank, its own error is raised.
+    Collective: all ranks of the groups must call this. ``groups`` are those that this rank belongs to. Raises the
+    function's own error, or a ValueError with the error of another rank and its number.
     """
     error: Exception | None = None
     message = b""

@@ -186,8 +186,7 @@ class Shard(_ProcessLocal):
     def row_owners(self) -> RankGroup | None:
         """The ranks that hold parts of the same rows, and may share blocks; None if rows are whole.
 
-        Raises:
-            UnknownShardError: dimension 0 is cut, too, and the subclass does not say which ranks share rows.
+        Raises UnknownShardError if dimension 0 is cut, too, and the subclass does not say which ranks share rows.
         """
         if self.cuts_rows and 0 in self._cut_dims:
             raise UnknownShardError(
@@ -199,10 +198,8 @@ class Shard(_ProcessLocal):
     def make_part_group(self) -> RankGroup | None:
         """The ranks that hold the parameter's parts, one rank per part; None if this rank holds the whole parameter.
 
-        Collective: all of these ranks must call this, as it may make a process group.
-
-        Raises:
-            UnknownShardError: the shard was made without its ranks.
+        Collective: all of these ranks must call this, as it may make a process group. Raises UnknownShardError without
+        ranks.
         """
         if self.ranks is None and math.prod(self.local_shape) != math.prod(self.global_shape):
             raise UnknownShardError(
@@ -246,8 +243,7 @@ class Shard(_ProcessLocal):
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter, codes or scales as an ordinary tensor: of a DTensor, its local tensor.
 
-        Raises:
-            RuntimeError: a wrapper subclass has no inner tensor with its elements.
+        Raises RuntimeError if a wrapper subclass has no inner tensor with its elements.
         """
         return unwrapped(tensor)
 
@@ -303,11 +299,7 @@ def assign_later(params: Iterable[Tensor], read: Callable[[], None]) -> None:
 
 
 def assigned(param: Tensor) -> Shard | None:
-    """The shard that :func:`assign` stored, or that the function given to :func:`assign_later` assigns now.
-
-    Raises:
-        RuntimeError: raised by the function given to :func:`assign_later`.
-    """
+    """The shard that :func:`assign` stored, or that the function given to :func:`assign_later` assigns now."""
     shard = getattr(param, ASSIGNED, None)
     if isinstance(shard, _PendingShard):
         shard.read()

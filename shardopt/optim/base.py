@@ -240,8 +240,8 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler. Nothing
-                was changed.
+                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler; or in
+                both of the first two steps gradients were in parameters that replaced these. Nothing was changed.
             ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
         """
@@ -328,7 +328,7 @@ class ShardedOptimizer(OptimizerInterface):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, or of torch.optim's (AdamW's for AdamW8bit), whose moments are quantized.
 
-        Collective if several ranks hold parts of one row, as under FSDP1, ZeRO and tensor parallelism.
+        Collective if ranks hold parts of one row (FSDP1, ZeRO, tensor parallelism): RuntimeError if one does not call.
 
         Raises:
             ValueError: the state is of other parameters or another optimizer, was quantized in another way, or is

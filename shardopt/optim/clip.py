@@ -148,8 +148,8 @@ def _check_parameters(
 ) -> None:
     """Raises ValueError unless the parameters with gradients among ``params`` and in the optimizers are the same.
 
-    ``with_gradient`` are the parameters among ``params`` that have a ``.grad``; ``on_host`` are parameters, of the
-    optimizers, whose gradients a release keeps in host memory instead.
+    ``with_gradient`` are those of ``params`` with a ``.grad``; a release keeps the gradients of ``on_host`` in host
+    memory.
     """
     stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     if len(stepped) == len(params) and all(map(is_, stepped, params)):  # as usual; sets would take longer

@@ -68,13 +68,9 @@ class OptimizerInterface(Optimizer):
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Computes hyper-parameters from sums over all parameters, for rules with ``kTotals`` (csrc/core/rule.h).
 
-        A step calls this after the sums and before all updates. Implementations may change param groups.
-
-        Args:
-            totals: the sums over all ranks, each rounded once; NaN if a term was NaN or infinite.
-
-        Returns:
-            Per param group, hyper-parameters that replace those of :meth:`hyper` for the rest of the step.
+        A step calls this after the sums and before all updates. ``totals`` are the sums over all ranks, each rounded
+        once; NaN if a term was NaN or infinite. Returns per param group hyper-parameters that replace those of
+        :meth:`hyper` for the rest of the step. Implementations may change param groups.
         """
         return [{} for _ in self.param_groups]
 

@@ -22,6 +22,7 @@ from shardopt.layout import (
     all_or_none,
     all_reduce_any,
     assigned,
+    meet,
     shard_of,
 )
 from shardopt.layout.names import bare_name
@@ -73,8 +74,7 @@ class _Matched(NamedTuple):
 def loading_ranks(params: Iterable[Tensor]) -> list[RankGroup]:
     """The groups of ranks with flat or column shards of the same parameter: all of a group must load, or all raise.
 
-    Raises:
-        UnknownShardError: nothing says what shard a parameter is.
+    Raises UnknownShardError if nothing says what shard a parameter is.
     """
     holders = [shard.holders for shard in map(shard_of, params) if shard.cuts_rows]
     return list(dict.fromkeys(group for group in holders if group is not None))
@@ -83,10 +83,8 @@ def loading_ranks(params: Iterable[Tensor]) -> list[RankGroup]:
 def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict:
     """Collective: converts a state dict to the optimizer's options, codec and devices; does not change the optimizer.
 
-    Ranks that share parameters in flat shards, or in column shards, must all call this.
-
-    Raises:
-        ValueError: the state dict is not one for this optimizer, or the state is damaged, here or on another rank.
+    Ranks that share parameters in flat shards, or in column shards, must all call this. Raises ValueError if the state
+    dict is not one for this optimizer, or the state is damaged, here or on another rank.
     """
     optimizer = internals.optimizer
     try:
@@ -97,6 +95,7 @@ def convert_state_dict(internals: Internals, state_dict: StateDict) -> StateDict
             raise
         groups = merged_groups(optimizer, optimizer.param_groups, reorder_groups(saved, optimizer.param_groups))
         return {**state_dict, "param_groups": groups}  # frameworks load what an optimizer saved before its first step
+    meet(rank_groups, "load_state_dict")
     groups, loaded, is_of_this_rank = all_or_none(rank_groups, lambda: _match(internals, state_dict))
     if all_reduce_any(rank_groups, not is_of_this_rank):  # else the others would wait for the ranks that raise
         whose = "another" if is_of_this_rank else "this"
@@ -184,11 +183,7 @@ def flat_ranges(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
-    """Returns a state dict's ``param_groups`` and ``state`` after checking their types.
-
-    Raises:
-        ValueError: the state dict lacks one of the two, or a param group is no dict with a list of parameters.
-    """
+    """A state dict's ``param_groups`` and ``state``; ValueError if one lacks, or a group has no list of parameters."""
     fields = state_dict if isinstance(state_dict, Mapping) else {}
     groups, states = fields.get("param_groups"), fields.get("state")
     if not _is_list(groups) or not isinstance(states, Mapping):
@@ -207,7 +202,7 @@ def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]],
 
 
 def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
-    """Returns a parameter's entries in a state dict, or None; ValueError if they are no dict with text keys."""
+    """A parameter's entries in a state dict, or None; ValueError if they are no dict with text keys."""
     if entries is None or (isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)):
         return entries
     raise ValueError(
@@ -218,10 +213,8 @@ def checked_entries(entries: object, name: str) -> Mapping[str, Any] | None:
 def reorder_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Reorders the parameters in a state dict's param groups as the optimizer has them, and drops ``param_names``.
 
-    Parameters are matched by name if both the state dict and the optimizer have names, otherwise by position.
-
-    Raises:
-        ValueError: the groups have other numbers of parameters, or parameters of other names.
+    Parameters are matched by name if both the state dict and the optimizer have names, otherwise by position. Raises
+    ValueError if the groups have other numbers of parameters, or parameters of other names.
     """
     got, expected = ([len(group["params"]) for group in side] for side in (saved, present))
     if got != expected:
@@ -282,10 +275,8 @@ def merged_groups(
 ) -> list[dict[str, Any]]:
     """Merges options: those of the state dict's param groups (from :func:`reorder_groups`) override the present ones.
 
-    ``present`` may also be the param groups of an optimizer that wraps ``optimizer``.
-
-    Raises:
-        ValueError: the state was saved in another format (codec, block size), or options are out of range.
+    ``present`` may also be the param groups of an optimizer that wraps ``optimizer``. Raises ValueError if the state
+    was saved in another format (codec, block size), or options are out of range.
     """
     groups = []
     for number, (saved_group, group) in enumerate(zip(saved, present, strict=True)):

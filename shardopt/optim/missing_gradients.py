@@ -1,13 +1,13 @@
-"""Warns of parameters that get no gradients: frozen by mistake, cut off from the loss, or replaced in the model."""
+"""Reports parameters that get no gradients: frozen by mistake, cut off from the loss, or replaced in the model."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,7 +22,8 @@ REPLACED_AFTER, NEVER_AFTER, CEASED_AFTER = _LIMITS = 3, 32, 128
 class MissingGradients:
     """Counts the steps in which a parameter has no gradient while others do, and warns once per parameter.
 
-    To be cheap, scans parameters only after steps in which the set of gradients changed or a count reaches a limit.
+    Raises in the second step that finds gradients only in parameters that have replaced the optimizer's. To be cheap,
+    scans parameters only if the set of gradients changed or a count reaches a limit.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -64,6 +65,13 @@ class MissingGradients:
         if any(param.grad is not None and param.requires_grad for param in params):
             self._warn_of_limits(missing)
         elif missing:
+            if is_first:
+                self._steps_to_limit = 1  # the next step, too, is looked at
+            elif set(missing.values()) == {2} and not any(self._optimizer.state.values()) and _were_replaced(missing):
+                raise RuntimeError(
+                    f"got no gradient in two steps, and no module that has any of the optimizer's {len(missing)} "
+                    f"parameters, expected the model's, which have gradients; {_REPLACED}. Nothing was changed"
+                )
             all_reach_limit = set(missing.values()) == {REPLACED_AFTER}
             if is_first or (all_reach_limit and not self._warned_of_all):
                 self._warned_of_all = True
@@ -104,14 +112,23 @@ class MissingGradients:
                 _warn(f"{', '.join(names[:5] + ['...'] * (len(names) > 5))}: got no gradient in {steps}", remedy)
 
 
+def _were_replaced(params: Collection[Tensor]) -> bool:
+    """Whether no module has any of the parameters, but modules have gradients of others of each of their shapes."""
+    trained = {tuple(param.shape) for param in _module_parameters() if param.grad is not None}
+    return not _in_modules(params) and all(isinstance(p, Parameter) and tuple(p.shape) in trained for p in params)
+
+
 def _in_modules(params: Iterable[Tensor]) -> set[int]:
     """The ids of those parameters that any module in the process has, found by scanning the garbage collector."""
     wanted = set(map(id, params))
-    found: set[int] = set()
+    return {id(param) for param in _module_parameters() if id(param) in wanted}
+
+
+def _module_parameters() -> Iterator[Tensor]:
+    """The parameters of all modules in the process; of a module's own attributes."""
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Module):  # not isinstance(), which runs code of lazy proxies (__class__)
-            found.update(id(param) for param in vars(candidate).get("_parameters", {}).values() if id(param) in wanted)
-    return found
+            yield from (param for param in vars(candidate).get("_parameters", {}).values() if param is not None)
 
 
 _CUT_OFF = "look for what cuts it off from the loss, such as detach(), or freeze it with requires_grad_(False)"

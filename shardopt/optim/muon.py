@@ -204,11 +204,7 @@ def _muon_rule(
 
 
 def _coefficients_per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
-    """Expands the option ``ns_coefficients`` to three coefficients for each step of the Newton-Schulz iteration.
-
-    Raises:
-        ValueError: ``coefficients`` is not three finite numbers, several threes, or a known name.
-    """
+    """Expands ``ns_coefficients`` to three finite numbers per step of Newton-Schulz; ValueError for other forms."""
     numbers = POLAR_EXPRESS if coefficients == "polar_express" else coefficients
     try:
         rows: Any = numbers if isinstance(numbers[0], Sequence) else [numbers]

@@ -84,10 +84,7 @@ class DTensorShard(Shard):
 
     @cached_property
     def _holders_for_sums(self) -> HoldersForSums:
-        """Computes :meth:`holders_for_sums`. Collective.
-
-        Replicas are along the replicated dims of the mesh, and in the other slices of a root mesh that was sliced.
-        """
+        """Computes :meth:`holders_for_sums`; collective. Slices of a root mesh have replicas in its other slices."""
         mesh_ranks, slices = self._mesh.mesh.flatten(), _ranks_by_slice(self._mesh)
         members, known_holders = frozenset(mesh_ranks.tolist()), frozenset(slices.flatten().tolist())
         store = _get_default_store() if len(known_holders) < get_world_size() else None
@@ -155,10 +152,7 @@ def _order_of_cuts(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tu
     """The mesh dimensions that shard a parameter, in the order in which they cut it.
 
     A ``_StridedShard`` cuts the parts that later mesh dims make of its dim: FSDP2 cuts tensor-parallel shards so.
-    Strided dims therefore cut last, the first one after the others.
-
-    Raises:
-        RuntimeError: the ``split_factor`` of a ``_StridedShard`` is not the number of these parts.
+    Strided dims therefore cut last, the first one after the others. RuntimeError if ``split_factor`` says otherwise.
     """
     strided = [dim for dim in sharded if getattr(placements[dim], "split_factor", 1) > 1]
     for dim in strided:
@@ -175,8 +169,8 @@ def _order_of_cuts(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tu
 def _ranks_by_slice(mesh: DeviceMesh) -> Tensor:
     """A matrix with a row per rank of a mesh: the global ranks with its place in each slice of the root mesh.
 
-    A parameter on ``root["tp"]`` of a root mesh ("dp", "tp") has replicas in the other slices, which hold the same
-    parameter by convention. The matrix has one column, the mesh's own ranks, if the mesh is not such a slice.
+    A parameter on ``root["tp"]`` of a root mesh ("dp", "tp") has replicas in the other slices, by convention. The
+    matrix has one column, the mesh's own ranks, if the mesh is not such a slice.
     """
     mesh_ranks = mesh.mesh.flatten()
     if hasattr(mesh, "_get_root_mesh"):
@@ -210,9 +204,7 @@ _shards: dict[tuple[Any, ...], DTensorShard] = {}
 def shard_of_dtensor(param: DTensor) -> DTensorShard:
     """The shard of a DTensor parameter, cached by mesh, shape and placements.
 
-    Raises:
-        RuntimeError: the placements are unsupported (such as Partial), or this rank's local tensor has another shape
-            than the placements give, or another dtype than the DTensor.
+    Raises RuntimeError if placements are unsupported (Partial), or the local tensor has another shape or dtype.
     """
     mesh, local = param.device_mesh, param._local_tensor
     # By identity, as an equal mesh may have process groups that are gone. The shard keeps its mesh alive.

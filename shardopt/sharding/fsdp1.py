@@ -1,10 +1,8 @@
 """FullyShardedDataParallel (FSDP1): every FSDP unit's parameters are flattened together and cut into equal ranges.
 
-Reads the private metadata of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), and compares the shards made
-of the metadata with FSDP's own account of this rank's shard.
-
-The constructor of ``FullyShardedDataParallel`` is hooked: parameters remember the outermost module that was wrapped,
-which gives their names and numbers. Nothing is read before one of shardopt's optimizers needs a parameter's shard.
+Reads the private metadata of ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py) when an optimizer first needs
+a shard, and compares the shards with FSDP's own account. The constructor of ``FullyShardedDataParallel`` is hooked:
+parameters remember the outermost module that was wrapped, which gives their names and numbers.
 """
 
 from __future__ import annotations
@@ -53,9 +51,7 @@ def _read_if_alive(reference: weakref.ref[Module]) -> None:
 def read_fsdp1(model: Module) -> None:
     """Assigns shards to the parameters of all FSDP units in a model, which may be one itself.
 
-    Raises:
-        UnknownShardError: an FSDP unit's parameters are DTensors or were not contiguous, or its metadata differ from
-            FSDP's account of this rank's shard.
+    Raises UnknownShardError if parameters are DTensors or not contiguous, or metadata differ from FSDP's account.
     """
     units = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m._handle is not None]
     if not units:
@@ -113,10 +109,7 @@ def _check_unit(handle: Any, originals: list[_Original]) -> None:
 def _flat_buffer(
     handle: Any, originals: list[_Original], shards: list[FlatShard], prefixes: dict[int, list[str]]
 ) -> FlatBuffer:
-    """The contents of a unit's flat parameter, for ``use_orig_params=False``.
-
-    ``prefixes`` has the prefixes of parameters' names, by ``id(module)``: several for a module that others share.
-    """
+    """A unit's flat parameter (``use_orig_params=False``); ``prefixes`` has those of parameters' names by module id."""
     flat = handle.flat_param
     segments = []
     for (number, name), shard, owners in zip(originals, shards, _owners(flat), strict=True):

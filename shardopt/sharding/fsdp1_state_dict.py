@@ -1,9 +1,8 @@
 """Hooks that have torch's own functions for FSDP1 optimizer state carry quantized state, bit for bit.
 
 ``FullyShardedDataParallel.optim_state_dict`` gathers flat tensors of the parameters' shapes and of one dtype; scales
-have other shapes, and ranks may share blocks. State of shardopt's optimizers is therefore packed when it is saved (see
-:mod:`shardopt.state.packed`), and can be loaded on another number of ranks. State in torch.optim's format passes
-unchanged: ``state_dict(dequantize=True)``, and state that torch's own optimizer saved.
+have other shapes, and ranks may share blocks. State of shardopt's optimizers is therefore packed when it is saved
+(:mod:`shardopt.state.packed`), for any number of ranks. State in torch.optim's format passes unchanged.
 """
 
 from __future__ import annotations
@@ -135,9 +134,8 @@ def _warn_of_frozen(optimizer: Any, state_dict: Mapping[str, Any] | None, info: 
 def _pack_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the optimizer's state dict in which the state of FSDP1's parameters is packed, for any number of ranks.
 
-    Param groups lose ``held_elements``, which are this rank's, and get ``packed_moments``, the moments' names. If the
-    optimizer has no state yet, trainable parameters get the initial state of their first step, because
-    torch.distributed.checkpoint loads a checkpoint into the tensors of an existing state dict.
+    Param groups get ``packed_moments`` in place of this rank's ``held_elements``. Without any state, trainable
+    parameters get initial state: torch.distributed.checkpoint loads into the tensors of an existing state dict.
     """
     specs = _flattened_specs(optimizer)
     words = words_per_element(spec for _, spec in specs.values())
@@ -179,15 +177,16 @@ def _check_row_moments(state_dict: Mapping[str, Any], optimizer: Any) -> None:
 def _check_loading(optimizer: Any, state_dict: Any, rank0_only: bool, group: Callable[[], Any]) -> None:
     """Raises on every rank, before any change, if torch is to shard shardopt's state for FSDP1 and it is not packed.
 
-    Args:
-        optimizer: the optimizer that is to load the state; None if torch does not know it.
-        state_dict: the whole state.
-        rank0_only: whether torch uses only the state dict of the group's rank 0, and sends it to other ranks.
-        group: returns the ranks among which torch shares the state; called only if needed.
+    ``optimizer`` is None if torch does not know it. With ``rank0_only`` torch uses the state dict of rank 0 of the
+    ranks that ``group`` returns.
     """
     if optimizer is not None and not _has_flat_shards(optimizer):
         return
-    is_refused = _is_from_shardopt(state_dict) and not _can_be_sharded(state_dict)
+    is_refused = False
+    if _is_from_shardopt(state_dict):  # torch can shard it if it is packed, or has step counts only
+        states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
+        has_steps_only = all(key == "step" for entries in states for key in entries)
+        is_refused = "state" not in state_dict or not (has_steps_only or any(map(is_packed, states)))
     if rank0_only:  # other ranks would wait for rank 0
         ranks = rank_group_of(group())
         is_refused = all_reduce_any([ranks], ranks.rank == 0 and is_refused)
@@ -216,10 +215,3 @@ def _is_from_shardopt(state_dict: Mapping[str, Any] | None) -> bool:
 def _is_flattened(param: Tensor) -> bool:
     """Whether FSDP1 has flattened a parameter."""
     return getattr(param, "_fsdp_flattened", False)
-
-
-def _can_be_sharded(state_dict: Mapping[str, Any]) -> bool:
-    """Whether torch can shard a state dict of shardopt: state is packed, or has step counts only."""
-    states = [entries for entries in state_dict.get("state", {}).values() if isinstance(entries, Mapping)]
-    has_steps_only = all(key == "step" for entries in states for key in entries)
-    return "state" in state_dict and (has_steps_only or any(is_packed(entries) for entries in states))

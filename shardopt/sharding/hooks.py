@@ -44,11 +44,7 @@ PACKAGES = tuple(HOOKS)
 
 
 def hooked_packages() -> tuple[str, ...]:
-    """The packages that are hooked into: all known ones, unless the environment variable ``SHARDOPT_HOOKS`` says less.
-
-    Raises:
-        ValueError: ``SHARDOPT_HOOKS`` is neither empty, nor ``0``, nor a comma-separated list of known packages.
-    """
+    """The packages to hook into; ValueError if ``SHARDOPT_HOOKS`` is neither empty, ``0``, nor a list of them."""
     setting = os.environ.get("SHARDOPT_HOOKS", "").strip()
     if setting == "0":
         return ()

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +20,7 @@ from torch.distributed.distributed_c10d import (
     GroupMember,
     ProcessGroup,
     ReduceOp,
+    _get_default_store,
     all_gather,
     all_reduce,
     all_to_all_single,
@@ -26,6 +34,14 @@ from torch.distributed.distributed_c10d import (
 )
 
 from shardopt.layout import RankGroup
+from shardopt.layout.rank_group import MissingRanksError
+
+#: Environment variable: for how many seconds a call waits for ranks that do not make it.
+WAIT_FOR_RANKS = "SHARDOPT_WAIT_FOR_RANKS"
+_LATE_AFTER = 20.0  # seconds, after which a call that waits for other ranks says so
+_ALL_CAME = "all ranks came"
+
+_logger = logging.getLogger("shardopt")
 
 
 def local_device(device_type: str, group: ProcessGroup | None = None) -> torch.device:
@@ -45,10 +61,7 @@ def device_of(group: ProcessGroup | None) -> torch.device:
 
 
 def move_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor, copied to the device unless its device is of the same kind: NCCL cannot reach an offloaded tensor.
-
-    A tensor on a GPU stays there, whichever GPU is the current one.
-    """
+    """The tensor, copied to the device if its device is of another kind: NCCL cannot reach an offloaded tensor."""
     return tensor if tensor.device.type == device.type else tensor.to(device)
 
 
@@ -143,12 +156,88 @@ class TorchRankGroup(RankGroup):
         assert work is not None
         return cast(Callable[[], object], work.wait)
 
+    def begin_meeting(self, call: str, ranks: tuple[int, ...], *, once: bool) -> Callable[[], None]:
+        world = GroupMember.WORLD
+        if len(ranks) < 2 or world is None or get_backend() in ("fake", "mpi"):  # these have no store
+            return lambda: None
+        counts, name = _meetings.setdefault(world, Counter()), f"shardopt {call} {hash(ranks)}"
+        return (lambda: None) if once and counts[name] else _Meeting(call, ranks, counts, name).wait
+
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
         reduced = self.to_group_device(tensor)
         for group in self.groups:  # one after another, along the dimensions of a mesh
             all_reduce(reduced, op, group=group)
         if reduced is not tensor:  # it is a copy on the group's device
             tensor.copy_(reduced)
+
+
+#: How many meetings of each name were successful, by the default process group at the time.
+_meetings: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
+
+
+class _Meeting:
+    """Ranks that wait, by torch.distributed's store, until all of them have made a call.
+
+    A collective would hang, or mix with another one, if a rank does not call. The last rank to come ends the meeting.
+    So does a rank that has waited too long or is interrupted, with an error for all that wait; later ranks ignore it.
+    """
+
+    def __init__(self, call: str, ranks: tuple[int, ...], counts: Counter[str], name: str) -> None:
+        self._call, self._ranks, self._counts, self._name = call, ranks, counts, name
+        self._store, self._number = _get_default_store(), counts[name]
+        while self._store.check([self._key("end")]):  # it cannot have succeeded without this rank
+            self._number += 1
+        setting = os.environ.get(WAIT_FOR_RANKS, "600")
+        self._limit = float(setting) if re.fullmatch(r"[0-9]*\.?[0-9]+", setting) else 0.0
+        if not self._limit:
+            raise ValueError(f"{WAIT_FOR_RANKS}: got {setting!r}, expected seconds above 0; unset it for 600")
+        self._store.set(self._key(get_rank()), "")
+        came = self._store.add(self._key("count"), 1)
+        self._is_first = came == 1  # speaks for all that wait
+        if came == len(ranks):
+            self._end(_ALL_CAME)
+
+    def wait(self) -> None:
+        """Waits for the meeting's end; MissingRanksError if it ended before all ranks had come."""
+        start, pause, is_silent = time.monotonic(), 0.001, not self._is_first
+        try:
+            while not self._store.check([self._key("end")]):
+                waited = time.monotonic() - start
+                if waited > min(_LATE_AFTER, self._limit / 2) and not is_silent:
+                    is_silent = True
+                    _logger.warning("%s waits for %s: all ranks must call it", self._call, self._missing())
+                if waited > self._limit and (missing := self._missing()):
+                    self._end(
+                        f"got no call of {self._call} on {missing} in {self._limit:g} seconds, expected all "
+                        f"{len(self._ranks)} ranks to call it; call it on every rank, not under `if rank == 0`, or set "
+                        f"the environment variable {WAIT_FOR_RANKS} to more seconds if ranks are slow"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.25)
+        except BaseException as error:  # such as KeyboardInterrupt: the other ranks must not go on without this rank
+            with suppress(RuntimeError):
+                self._end(f"{self._call} was ended on rank {get_rank()} by {type(error).__name__}")
+            raise
+        outcome = self._store.get(self._key("end")).decode()
+        if outcome != _ALL_CAME:
+            raise MissingRanksError(outcome)
+        self._counts[self._name] = self._number + 1
+        self._store.delete_key(self._key(get_rank()))
+        if self._store.add(self._key("left"), 1) == len(self._ranks):
+            for what in ("count", "end", "left"):
+                self._store.delete_key(self._key(what))
+
+    def _key(self, what: int | str) -> str:
+        return f"{self._name} {self._number} {what}"
+
+    def _end(self, outcome: str) -> None:
+        self._store.compare_set(self._key("end"), "", outcome)  # unless it has ended
+
+    def _missing(self) -> str:
+        """Names the ranks that have not come; empty if all have."""
+        missing = [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        return f"rank{'s'[: len(missing) > 1]} {', '.join(map(str, missing[:10]))}{more}" if missing else ""
 
 
 def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:

@@ -1,9 +1,8 @@
 """Hooks into three methods of ZeroRedundancyOptimizer, whose inner optimizer on each rank steps some parameters only.
 
-Stochastic rounding is seeded with a parameter's index among all parameters, and sums over all parameters need the ranks
-that step the others. Hooks give both to the inner optimizer when it is made, and in ``add_param_group``. The hooks drop
-``param_names``, as each rank steps some of a param group's parameters, in another order. ``load_state_dict`` puts
-entries straight into the inner optimizer's state: a hook checks the entries, and the param groups, before.
+Hooks give the inner optimizer the parameters' indices among all, which seed stochastic rounding, and the ranks that
+step the others, for sums over all, and drop ``param_names``, as each rank steps some of a group's parameters, in
+another order. A hook checks what ``load_state_dict`` puts straight into the inner optimizer's state.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ def _set_indices_and_peers(outer: Any) -> None:
 def _check_state_dict(outer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Checks a state dict with all ranks' parameters; returns it with parameters in this optimizer's order.
 
-    Raises:
-        ValueError: the param groups are not for this optimizer, or have options that are out of range; or see
-            :meth:`TensorSpec.check_loaded` and :meth:`TensorSpec.check_values`.
+    Raises ValueError if param groups are not for this optimizer or out of range, or entries do not fit or are damaged.
     """
     inner = getattr(outer, "optim", None)
     if not isinstance(inner, ShardedOptimizer):

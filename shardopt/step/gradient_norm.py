@@ -14,7 +14,7 @@ from shardopt import _C
 from shardopt.kernels.dispatch import DTYPES, check_device
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
 from shardopt.kernels.norms import make_norm_call, norm_and_coefficient
-from shardopt.layout import FlatBuffer, HoldersForSums, Shard, shard_of
+from shardopt.layout import FlatBuffer, HoldersForSums, Shard, meet, shard_of
 from shardopt.state.names import naming_errors
 from shardopt.step.inputs import check_gradient
 from shardopt.step.over_all import OverAll
@@ -59,7 +59,7 @@ class GradientNorm:
                     check_device(f"parameter {index}", param.device)
                     sums[param.device] = torch.zeros(_C.sum_words, dtype=torch.int64, device=param.device)
                 rows[param.device].append((index, first, numel, sums[param.device].data_ptr()))
-        self._over_all = OverAll(self._sums)
+        self._over_all, self._is_first = OverAll(self._sums), True
         self._rows = {device: np.array(of_device, _ROW) for device, of_device in rows.items()}
         entries = [None if shard is None else frozenset[str]() for shard in self._shards]
         self._originals: dict[int, Tensor] = {}  # the gradients of which the kernels read copies, by index
@@ -119,6 +119,9 @@ class GradientNorm:
                 shares.setdefault(holders, []).append(share)
         # Parameters frozen after their backward pass are not in the tables, but may have gradients on the host.
         over_all = self._over_all if shares.keys() == self._sums.keys() else OverAll(shares)
+        if self._is_first:
+            meet([each.ranks for each in over_all.reductions if each.ranks is not None], "clip_grad_norm_", once=True)
+            self._is_first = False
         zeros = torch.zeros(1 if largest else _C.sum_words, dtype=torch.int64, device=next(iter(self._rows)))
         words = over_all.total(shares, zeros, largest=largest)
         norm, coefficient = norm_and_coefficient(words, max_norm, is_magnitude=largest)
@@ -127,8 +130,7 @@ class GradientNorm:
     def scale_gradients(self, coefficient: Tensor) -> None:
         """Multiplies the gradients in place by a coefficient (float32, 0-d), in float32, and rounds once.
 
-        Raises:
-            RuntimeError: two parameters have the same gradient. Nothing was changed.
+        Raises RuntimeError if two parameters have the same gradient. Nothing was changed.
         """
         for batch in self._batches:
             batch.demand_apart()  # on all devices, before anything is changed

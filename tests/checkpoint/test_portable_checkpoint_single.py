@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -130,7 +131,7 @@ def test_before_the_first_step_there_is_no_state(tmp_path: Path) -> None:
 )
 def test_another_codec_is_converted_on_demand(tmp_path: Path, run: Content, options: dict[str, Any]) -> None:
     """As by way of torch's float32 state."""
-    assert_refuses(tmp_path, r"log8 in blocks of 128 state for .* convert=True", **options)
+    assert_refuses(tmp_path, r"saved with log8 in blocks of 128, this optimizer has .*convert=True", **options)
     (other, fresh), (_, expected) = trained(seed=7, **options), trained(seed=8, **options)
     loaded = shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
     assert loaded.converted.keys() == {"weight", "square", "brain"}
@@ -138,6 +139,48 @@ def test_another_codec_is_converted_on_demand(tmp_path: Path, run: Content, opti
     assert fingerprint(fresh.state_dict()["state"]) == fingerprint(expected.state_dict()["state"])
     assert {key: fresh.param_groups[0][key] for key in options} == options
     step_with(other, fresh, 9)
+
+
+def test_hyper_parameters_that_a_load_changes(tmp_path: Path, run: Content, caplog: pytest.LogCaptureFixture) -> None:
+    """Changes are listed, and left out if asked for; what steps keep in param groups is loaded all the same."""
+    other, fresh = trained(seed=7, weight_decay=0.5)
+    kept = shardopt.checkpoint.load(tmp_path, other, fresh, hyper_parameters="keep")
+    assert (kept.hyper_parameters, fresh.param_groups[0]["weight_decay"], caplog.messages) == ({}, 0.5, [])
+    assert fingerprint(fresh.state_dict()["state"]) == fingerprint(run.optimizer.state_dict()["state"])
+    fresh.param_groups[0]["lr"] = torch.tensor(0.25)
+    found = [shardopt.checkpoint.load(tmp_path, other, fresh).hyper_parameters for _ in range(2)]
+    assert found == [{0: {"lr": (0.25, pytest.approx(0.01)), "weight_decay": (0.5, 0.01)}}, {}]
+    (message,) = caplog.messages
+    assert message.startswith("load changed lr of param group 0 from 0.25 to 0.0")
+    with pytest.raises(ValueError, match="hyper_parameters: got 'mine', expected 'saved' or 'keep'"):
+        shardopt.checkpoint.load(tmp_path, other, fresh, hyper_parameters="mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [(shardopt.Prodigy8bit, "d"), (shardopt.NAdam8bit, "past_mu"), (torch.optim.NAdam, "initial_lr")],
+)
+def test_values_in_param_groups_that_are_no_hyper_parameters(tmp_path: Path, kind: Any, entry: str) -> None:
+    """Values of steps are loaded whatever is kept; those of a schedule with the same initial rate are not listed."""
+    weight = nn.Linear(64, 64)
+
+    def stepped(steps: int) -> Any:
+        optimizer = kind(weight.parameters())
+        optimizer = shardopt.quantize_state(optimizer) if kind is torch.optim.NAdam else optimizer
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(steps):
+            weight(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        return optimizer
+
+    optimizer, fresh = stepped(3), stepped(1)
+    shardopt.checkpoint.save(tmp_path, weight, optimizer)
+    own, saved = dict(fresh.param_groups[0]), optimizer.param_groups[0]
+    assert shardopt.checkpoint.load(tmp_path, weight, fresh, hyper_parameters="keep").hyper_parameters == {}
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0][entry]) == (own["lr"], saved[entry])
+    assert shardopt.checkpoint.load(tmp_path, weight, fresh).hyper_parameters == {}
+    assert fresh.param_groups[0]["lr"] == saved["lr"] != own["lr"]
 
 
 @pytest.mark.parametrize(("saved", "own"), [(24, 32), (32, 24), (24, None), (None, 32), (32, None)])
@@ -160,7 +203,7 @@ def test_a_parameter_of_another_dtype_is_converted_on_demand(tmp_path: Path, run
     model, _ = run
     other, fresh = trained(seed=7, steps=0)
     other.weight.data = other.weight.data.bfloat16()
-    with pytest.raises(CheckpointError, match=r"torch.float32 weights .* for torch.bfloat16"):
+    with pytest.raises(CheckpointError, match=r"saved in torch.float32 .*, this model has torch.bfloat16"):
         shardopt.checkpoint.load(tmp_path, other, fresh)
     shardopt.checkpoint.load(tmp_path, other, fresh, convert=True)
     assert torch.equal(other.weight, model.weight.bfloat16())
@@ -209,9 +252,24 @@ def test_another_model_is_told_by_what_differs_alone(tmp_path: Path) -> None:
 
 
 def test_arguments_in_another_order(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    with pytest.raises(TypeError, match=r"got Linear for a path.*save\(path, model, optimizer\)"):
-        shardopt.checkpoint.save(model, shardopt.AdamW8bit(model.parameters()), tmp_path)  # type: ignore[arg-type]
+    model, optimizer = trained()
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((model, optimizer, tmp_path), r"got Small for a path.*save\(path, model, optimizer\)"),
+        ((tmp_path, optimizer), "got AdamW8bit for the model, expected a module"),
+        ((tmp_path, model, optimizer.state_dict()), "got a state dict for the optimizer; pass the optimizer itself"),
+        ((tmp_path, model.state_dict()), "got a state dict for the model; pass the module itself"),
+    ]
+    for given, message in wrong:
+        for function in (shardopt.checkpoint.save, shardopt.checkpoint.async_save, shardopt.checkpoint.load):
+            with pytest.raises(TypeError, match=message):
+                function(*given)
+
+
+def test_an_error_is_printed_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        shardopt.checkpoint.load(tmp_path, nn.Linear(2, 1))
+    printed = "".join(traceback.format_exception(caught.value))
+    assert printed.count("CheckpointError: ") == printed.count("Error: ") == 1
 
 
 def test_another_optimizer_is_told_the_model_alone(tmp_path: Path, run: Content) -> None:

@@ -73,13 +73,7 @@ def divide(tensor_parallel: int = 1) -> None:
 
 
 class Run(NamedTuple):
-    """A model as Megatron trains it.
-
-    Attributes:
-        bare: the model.
-        chunk: Megatron's DistributedDataParallel around it.
-        optimizer: the result of get_megatron_optimizer.
-    """
+    """A model, Megatron's DistributedDataParallel around it (a chunk), and the result of get_megatron_optimizer."""
 
     bare: nn.Module
     chunk: Any

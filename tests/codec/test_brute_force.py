@@ -146,10 +146,8 @@ NEAR_MIDPOINT = 1.25 * 2.0**-16
 def near_steps_of_dynamic8(*, signed: bool) -> tuple[Tensor, Tensor]:
     """All floats in (0, 1] within 64 of a midpoint, of the start of a decade and of a power of two, and their codes.
 
-    Between two of these steps the code is the same all along, as lines only rise: it is right if it is so at both.
-
-    Returns:
-        Two tensors of shape ``(steps, 129)``, those of the midpoints first.
+    Between two of these steps the code is the same all along, as lines only rise: it is right if it is so at both. The
+    two tensors have the shape ``(steps, 129)``, midpoints first.
     """
     magnitudes = dynamic_map(signed=signed)[127 if signed else 0 :].double()
     starts = torch.tensor([*(10.0**-d for d in range(9)), *(2.0**-e for e in range(1, 41))])

@@ -45,10 +45,7 @@ def _meshes() -> list[DeviceMesh]:
 def _apart(everywhere: bool, steps: int, seed: int = 0) -> tuple[nn.Module, Any]:
     """Ranks 0 and 1 share two experts, ranks 2 and 3 the other two; an expert's rows are cut if its number is odd.
 
-    Args:
-        everywhere: whether all ranks have modules of all experts, empty ones of those that they have no part of.
-        steps: how many to take.
-        seed: of the parameters.
+    With ``everywhere`` all ranks have modules of all experts, empty ones of those that they have no part of.
     """
     meshes, pair = _meshes(), dist.get_rank() // 2
     model = Separate(seed, range(4) if everywhere else range(2 * pair, 2 * pair + 2))

@@ -512,12 +512,10 @@ def reset(run: Run, rows: bool, rule: str = "adamw", **options: Any) -> None:
 
 
 class Feature(NamedTuple):
-    """Features, and under which layouts it is not to be had.
+    """Something that a run does (``do``), and the layouts that lack it.
 
-    Attributes:
-        do: does it.
-        lacking: layouts without it.
-        as_single: whether to compare with a run in one process, or with the same layout that leaves it out.
+    With ``as_single`` the run is compared with one in one process, else with the same layout that leaves the feature
+    out.
     """
 
     do: Callable[[Run], None]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -98,6 +99,49 @@ def _assign(model: Net) -> None:
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
 
 
+def _shard(model: Net) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1]))
+
+
+@pytest.mark.parametrize("act", [_shard, _assign], ids=["fully_shard", "assign"])
+def test_an_optimizer_made_too_early_ends_in_its_second_step(act: Callable[[Net], None]) -> None:
+    model = Net()
+    optimizer = shardopt.AdamW8bit(model.parameters())
+    old = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    try:
+        act(model)
+        model.set_gradients(0, lambda t, index: False)
+        with pytest.warns(RuntimeWarning, match="the first step found no gradient in any of 9 parameters"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"no module that has any of the optimizer's 9.*after fully_shard"):
+            optimizer.step()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert not optimizer.state
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], old))
+
+
+@pytest.mark.parametrize("case", ["a stage without a pass", "plain tensors", "replaced later"])
+def test_steps_without_gradients_may_be_right(case: str) -> None:
+    """While another model of the same shapes has gradients."""
+    model, other = Net(), Net()
+    make = Parameter if case == "replaced later" else torch.Tensor.requires_grad_
+    params = [make(param.detach().clone()) for param in model.parameters()]
+    optimizer = shardopt.AdamW8bit(model.parameters() if "stage" in case else params)
+    if case == "replaced later":
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    other.set_gradients(0, lambda t, index: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("at", [0, 40])
 def test_replaced_parameters_are_named_once(at: int) -> None:
     (message,) = _warned(at + 50, at=at, act=_resize)
@@ -105,9 +149,9 @@ def test_replaced_parameters_are_named_once(at: int) -> None:
         "embed.weight (50, 64): got no gradient in 3 steps, and no module has the parameter; expected"
     )
     assert _warned(at + 2, at=at, act=_resize) == []
-    (message,) = _warned(at + 50, at=at, act=_assign)  # of all parameters
-    first = "the first step" if at == 0 else "each of 3 steps"
-    assert message.startswith(f"{first} found no gradient in any of 7 parameters and changed nothing")
+    if at:
+        (message,) = _warned(at + 50, at=at, act=_assign)  # of all parameters
+        assert message.startswith("each of 3 steps found no gradient in any of 7 parameters and changed nothing")
 
 
 DRAWS = torch.rand(100, 3, generator=torch.Generator().manual_seed(0))

@@ -16,12 +16,7 @@ from shardopt.sharding.rank_group import TorchRankGroup
 
 
 class Band(Shard):
-    """This rank's part of a parameter of which all ranks hold equal parts of one dimension.
-
-    Args:
-        global_shape: the parameter's shape.
-        dim: the dimension, 0 or 1.
-    """
+    """This rank's part of a parameter of which all ranks hold equal parts of dimension 0 or 1."""
 
     def __init__(self, global_shape: tuple[int, ...], dim: int) -> None:
         ranks = TorchRankGroup((dist.group.WORLD,), torch.device("cpu"))

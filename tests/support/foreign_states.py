@@ -98,11 +98,8 @@ def in_bitsandbytes(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The state of one parameter, and what it stands for.
 
-    Args:
-        moments: each with whether it is signed.
-        size: of the blocks.
-        least: elements of a parameter that has codes.
-        is_ours: whether the map is dynamic8's.
+    ``moments`` tells of each whether it is signed. Parameters of ``least`` elements have codes in blocks of ``size``,
+    by dynamic8's map (``is_ours``) or another.
     """
     state: dict[str, Any] = {}
     decoded = []
@@ -168,16 +165,11 @@ def in_flashoptim(x: Moments) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 class Source(NamedTuple):
-    """An optimizer of another package.
+    """An optimizer of another package, and the class here (``kind``), without its bits.
 
-    Attributes:
-        package: its package.
-        kind: the class here, without its bits.
-        state: makes the state of a parameter, and what it stands for.
-        group: its hyper-parameters.
-        taken: what becomes of them here.
-        native: the codec and block size here that take over its codes; none where no codec has them.
-        is_coded: whether moments of so many elements are in codes.
+    ``state`` makes the state of a parameter, and what it stands for; ``group`` has its hyper-parameters, ``taken`` what
+    becomes of them here. ``native`` is the codec and block size here that take over its codes, if any have them;
+    ``is_coded`` tells whether moments of so many elements are in codes.
     """
 
     package: str

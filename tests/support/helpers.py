@@ -212,12 +212,7 @@ def at_odd_offset(tensor: Tensor, offset: int = 3) -> Tensor:
 
 
 class ReferenceOptimizer:
-    """Steps copies of an optimizer's parameters and state with the reference step.
-
-    Args:
-        params: the parameters of ``optimizer``, by name.
-        optimizer: says which rule, hyper-parameters and options each of them has.
-    """
+    """Steps copies of an optimizer's parameters (``params``, by name) and state with the reference step."""
 
     def __init__(self, params: Mapping[str, Tensor], optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

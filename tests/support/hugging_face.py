@@ -186,15 +186,10 @@ def trained(
     max_norm: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Trains 6 steps, of which another run's folder may have the first 3, and returns the tensors of the end.
+    """Trains 6 steps in a mode of ``MODES``, of which another run's folder (``resume``) may have the first 3.
 
-    Args:
-        mode: of ``MODES``.
-        output: the run's folder.
-        resume: the other run's.
-        portable: whether checkpoints are shardopt's, in the place of Trainer's own.
-        max_norm: to clip by, and save nothing.
-        **more: of :func:`make_trainer`.
+    With ``portable`` checkpoints are shardopt's, in place of Trainer's own; with ``max_norm`` the run clips, and saves
+    nothing. Further arguments are those of :func:`make_trainer`. Returns the tensors of the end.
     """
     from shardopt.clients.transformers import ClipGradNorm, PortableCheckpoint
 

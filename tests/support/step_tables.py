@@ -39,14 +39,9 @@ GUARD = 64
 
 
 class Piece(NamedTuple):
-    """A rectangle of a parameter.
+    """A rectangle of a parameter: columns from ``first_col`` on, which cuts a block if no multiple of the block size.
 
-    Attributes:
-        rows: of the rectangle.
-        cols: of the rectangle.
-        first_col: the rectangle's first column in the parameter; not a multiple of the block size: a cut block.
-        row_numel: columns of the parameter.
-        offset: elements before the first one in memory, for odd alignments; of each next tensor that many more.
+    ``offset`` elements lie before the first one in memory, for odd alignments; of each next tensor that many more.
     """
 
     rows: int

@@ -44,9 +44,9 @@ def has_optimizer(model: Module, optimizer: Optimizer) -> bool:
 def open_engine(model: Module) -> Iterator[tuple[Module, Optimizer]]:
     """Yields the engine's bare model and shardopt's optimizer, with the flat master weights in its param groups.
 
-    Outside of this context, ZeRO 3's param groups have one master at a time, and none between steps. Inside, frozen
-    parameters, which no optimizer has, are all-gathered; then each rank's part is written back. Under ZeRO 0 with
-    bf16 or fp16, masters have the parameters' shapes and replace the parameters in the model.
+    Outside of this context, ZeRO 3's param groups have one master at a time, or none. Inside, frozen parameters, which
+    no optimizer has, are all-gathered; then each rank's part is written back. Under ZeRO 0 with bf16 or fp16, masters
+    have the parameters' shapes and replace the parameters in the model.
     """
     engine = engine_of(model)
     wrapper, unnamed = engine.optimizer, unnamed_experts(engine.module)

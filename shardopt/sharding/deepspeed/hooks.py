@@ -10,22 +10,24 @@ import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
+from glob import escape
+from itertools import compress
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardopt.layout.names import number_parameters, use_numbers
+from shardopt.layout.names import number_parameters, parameter_names, use_numbers
 from shardopt.optim import OPTIMIZERS, Muon, ShardedOptimizer
+from shardopt.optim.muon_groups import muon_groups
 from shardopt.sharding.deepspeed.engine import masters_in_groups, refuse_state_access, register_engine
-from shardopt.sharding.deepspeed.masters import share_storage
-from shardopt.sharding.deepspeed.muon import clear_muon_marks, muon_param_groups
 from shardopt.sharding.deepspeed.offload import (
     hook_offload_states,
     keep_state_in_memory,
-    wrap_configure_master_weights,
+    share_storage,
     wrap_load_checkpoint,
 )
 from shardopt.sharding.deepspeed.partitions import assign_partitions
@@ -35,6 +37,8 @@ from shardopt.wrapper.optimizer import QuantizedState
 
 #: The supported versions of DeepSpeed, whose private attributes are known: from the first to before the second.
 VERSIONS = ((0, 19, 8), (0, 20))
+
+_MARK = "use_muon"  # attribute by which DeepSpeed tells Muon's parameters from others
 
 #: Optimizers that a config may name, in any letter case. Names without a number are DeepSpeed's and PyTorch's.
 TYPES = {name: kind for name, kind in OPTIMIZERS.items() if name.endswith(("4bit", "8bit"))}
@@ -54,6 +58,7 @@ def install(engine_module: ModuleType) -> None:
     engine_class = engine_module.DeepSpeedEngine
     configure_basic, configure = engine_class._configure_basic_optimizer, engine_class._configure_optimizer
     is_supported = engine_class._is_supported_optimizer
+    configure_master_weights = ZeROOptimizer._configure_master_weights
 
     def _is_supported_optimizer(self: Any, name: str) -> bool:  # whether a config may name this type
         return name.lower() in TYPES or is_supported(self, name)
@@ -64,7 +69,7 @@ def install(engine_module: ModuleType) -> None:
             return configure_basic(self, model_parameters)
         params = self.optimizer_params() or {}
         if issubclass(TYPES[name], Muon):
-            model_parameters, params = muon_param_groups(self.module, list(model_parameters), params)
+            model_parameters, params = _muon_param_groups(self.module, list(model_parameters), params)
         _check_params(TYPES[name], params)
         return _prepare_engine(self, TYPES[name](model_parameters, **params))
 
@@ -91,20 +96,26 @@ def install(engine_module: ModuleType) -> None:
             self.basic_optimizer._internals.open_groups = partial(masters_in_groups, self.optimizer)
             _print_optimizer(self)
 
+    # Accepts bf16 masters with offload, for which DeepSpeed demands its own CPU Adam: ours keep low bits in the state.
+    def _configure_master_weights(self: Any, **settings: Any) -> Any:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            settings["bf16_offload_validator"] = None
+        return configure_master_weights(self, **settings)
+
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
     engine_class.load_checkpoint = wrap_load_checkpoint(engine_class.load_checkpoint)
-    ZeROOptimizer._configure_master_weights = wrap_configure_master_weights(ZeROOptimizer._configure_master_weights)
+    ZeROOptimizer._configure_master_weights = _configure_master_weights
     known = [ShardedOptimizer, *OPTIMIZERS.values()]  # in this list, users need no zero_allow_untested_optimizer
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(c for c in known if c not in utils.ZERO_SUPPORTED_OPTIMIZERS)
 
 
 def hook_accelerate(module: ModuleType) -> None:
-    """Has Accelerate, and so Hugging Face's Trainer, keep offloaded optimizers instead of making a DeepSpeedCPUAdam.
+    """Has Accelerate, and so Trainer, keep offloaded optimizers instead of making a DeepSpeedCPUAdam.
 
-    ``accelerate.accelerator`` has the function only if DeepSpeed is installed. If another version of Accelerate has the
-    function elsewhere, DeepSpeed's engine refuses the replacement.
+    Accelerate has the function only beside DeepSpeed. Where it is elsewhere, DeepSpeed's engine refuses the
+    replacement.
     """
     replace = getattr(module, "map_pytorch_optim_to_deepspeed", None)
     if replace is None:
@@ -125,10 +136,9 @@ def _prepare_engine(engine: Any, optimizer: Any) -> Any:
             "expected one of shardopt's own optimizers; name one in the config, or shard with fully_shard (FSDP2)"
         )
     if isinstance(optimizer, ShardedOptimizer):
-        _check_config(engine)
-        _check_offload(optimizer.param_groups)
+        _check_config(engine, optimizer.param_groups)
         if isinstance(optimizer, Muon):
-            clear_muon_marks(engine.module)
+            _clear_muon_marks(engine.module)
         if engine.zero_use_cpu_optimizer():
             engine._config.zero_force_ds_cpu_optimizer = False  # shardopt's optimizers run on the CPU, too
         engine._shardopt_pauses.enter_context(optimizer._internals.paused())
@@ -172,8 +182,8 @@ def _refuse_later(engine_class: Any, version: str) -> None:
     engine_class.__init__ = __init__
 
 
-def _check_config(engine: Any) -> None:
-    """Raises if the config asks for a part of DeepSpeed that would misread or lose shardopt's state."""
+def _check_config(engine: Any, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raises if the config or an option (offload) asks for what would misread or lose shardopt's state."""
     if engine.zenflow_config() is not None:
         raise ValueError("zero_optimization.zenflow: got a setting, expected null; leave zenflow out")
     if engine.zero_optimization() and engine.zero_elastic_checkpoint():
@@ -186,10 +196,6 @@ def _check_config(engine: Any) -> None:
             "checkpoint.load_universal: got true, expected false, as DeepSpeed's universal checkpoints have float32 "
             "moments only; use shardopt.checkpoint.save(path, engine) and load, for any number of ranks and any stage"
         )
-
-
-def _check_offload(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises if an optimizer is to offload its state by itself: DeepSpeed moves masters, gradients and state."""
     for group in groups:
         if group["offload"] is not None:
             raise ValueError(
@@ -210,3 +216,35 @@ def _print_optimizer(engine: Any) -> None:
         nbytes = sum(entry.nbytes for entry in state.values()) / matrix.numel()
         kinds[f"codec {group['codec']} in blocks of {group['block_size']}, {nbytes:.3f} bytes per parameter"] = True
     print_dist(f"shardopt: {type(optimizer).__name__}, state of large matrices: {'; '.join(kinds)}", ranks=[0])
+
+
+def _muon_param_groups(model: Module, given: list[Any], params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Divides a model's parameters into Muon's and the others, unless the user has ``given`` param groups.
+
+    ``params`` are the config's ``optimizer.params``, which may have arguments of :func:`shardopt.muon_groups`, too. If
+    all parameters have DeepSpeed's mark ``use_muon``, those with ``use_muon=False`` are not Muon's. Returns param
+    groups, and the optimizer's other arguments.
+    """
+    arguments = [name for name in inspect.signature(muon_groups).parameters if name not in ("model", "lr")]
+    group_options = {name: params[name] for name in arguments if name in params}
+    others = {name: value for name, value in params.items() if name not in group_options}
+    if any(isinstance(item, Mapping) for item in given):
+        return given, dict(params)
+    chosen = {id(param) for param in given}
+    if all(hasattr(param, _MARK) for param in given):
+        named = parameter_names(model).items()
+        unmarked = [escape(name) for name, param in named if not getattr(param, _MARK, False)]
+        group_options["exclude"] = [*group_options.get("exclude", ()), *unmarked]
+    groups = muon_groups(model, **({"lr": params["lr"]} if "lr" in params else {}), **group_options)
+    for group in groups:
+        kept = [id(param) in chosen for param in group["params"]]
+        for key in ("params", "param_names"):
+            group[key] = list(compress(group[key], kept))
+    return [group for group in groups if group["params"]], others
+
+
+def _clear_muon_marks(model: Module) -> None:
+    """Sets DeepSpeed's ``use_muon`` marks to False: ZeRO would itself orthogonalize marked parameters' gradients."""
+    for param in model.parameters():
+        if getattr(param, _MARK, False):
+            setattr(param, _MARK, False)

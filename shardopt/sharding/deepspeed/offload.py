@@ -1,4 +1,10 @@
-"""DeepSpeed's offload: bf16 masters with offload, and tensors that stay in memory when masters go to NVMe."""
+"""DeepSpeed's memory: bf16 masters with offload, tensors that stay when masters go to NVMe, and shared storage.
+
+DeepSpeed keeps masters beside the parameters and copies them to the parameters after each step, even if both have one
+dtype (``bf16_master_weights_and_grads``, or a model in float32). Here both share memory if they are on one device, and
+masters in the host's memory share it with the staging buffer through which they are copied to the device, as ZeRO 3's
+two copies of gradients do. DeepSpeed's copies between tensors that share memory then do nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardopt.optim import ShardedOptimizer
-from shardopt.sharding.deepspeed.masters import share_storage
-
-#: Bytes of a disk's sector: direct reads (O_DIRECT) must begin at a multiple.
-_SECTOR = 512
-
-
-def wrap_configure_master_weights(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ZeROOptimizer._configure_master_weights``: accepts bf16 masters for our optimizers, even with offload.
-
-    For bf16 masters with offload DeepSpeed demands its own CPU Adam, with moments in bf16. Our optimizers step bf16
-    parameters anywhere, and keep the low bits of masters in their state (``master_weight_bits``).
-    """
-
-    def _configure_master_weights(self: Any, **settings: Any) -> Any:
-        if isinstance(self.optimizer, ShardedOptimizer):
-            settings["bf16_offload_validator"] = None
-        return configure(self, **settings)
-
-    return _configure_master_weights
 
 
 def keep_state_in_memory(wrapper: Any) -> None:
     """Has ZeRO 3 with ``offload_optimizer: {device: nvme}`` swap masters and sector-aligned gradients only.
 
-    DeepSpeed reads state back into buffers of the masters' dtype, which corrupts quantized codes: all state stays in
-    memory. DeepSpeed reads a gradient back to its offset in the sub-group's gradient. If the offset is no multiple of a
-    disk's sector, DeepSpeed's ``async_io`` op reads nothing and reports success: such gradients stay in memory, too.
+    DeepSpeed would read state back into buffers of the masters' dtype, and a gradient to its offset in the sub-group's
+    gradient: at an offset within a disk's sector its ``async_io`` op reads nothing, and reports success.
     """
     swapper = getattr(wrapper, "optimizer_swapper", None)
     if swapper is None:
@@ -51,7 +37,7 @@ def keep_state_in_memory(wrapper: Any) -> None:
         parameter: Tensor, gradient_offsets: list[int], gradient_tensors: list[Tensor], gradient_swapper: Any
     ) -> None:
         for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
-            if offset * gradient.element_size() % _SECTOR:
+            if offset * gradient.element_size() % 512:  # direct reads (O_DIRECT) begin at a sector of the disk
                 gradient.swappable = False  # type: ignore[attr-defined]
         swap_out(parameter, gradient_offsets, gradient_tensors, gradient_swapper)
 
@@ -67,10 +53,9 @@ def keep_state_in_memory(wrapper: Any) -> None:
 
 
 def hook_offload_states(wrapper: Any) -> None:
-    """Has ZeRO's ``offload_states`` and ``reload_states`` move our state.
+    """Has ZeRO's ``offload_states`` and ``reload_states`` move our state: ZeRO 3 moves that of FusedAdam only.
 
-    ZeRO 1 and 2 move any state; ZeRO 3 demands FusedAdam, and moves its moments only. After a reload, masters and
-    parameters have separate memory again: :func:`share_storage` is then repeated.
+    After a reload, masters and parameters have separate memory again: :func:`share_storage` is then repeated.
     """
     if not hasattr(wrapper, "reload_states"):
         return
@@ -86,10 +71,7 @@ def hook_offload_states(wrapper: Any) -> None:
 
 
 def _hook_offload_states_of_stage3(wrapper: Any) -> Callable[..., None]:
-    """Replaces ZeRO 3's ``offload_states``, to move our state, too; returns a ``reload_states`` that moves it back.
-
-    DeepSpeed's own methods run while the wrapper's optimizer is a FusedAdam without state, which they demand.
-    """
+    """Replaces ZeRO 3's ``offload_states``, to move our state, too; returns a ``reload_states`` that moves it back."""
     from deepspeed.ops.adam.fused_adam import FusedAdam  # type: ignore[import-untyped]
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # type: ignore[import-untyped]
 
@@ -179,3 +161,70 @@ def masters_in_memory(wrapper: Any) -> Iterator[None]:
             wrapper._optimizer_states_and_gradient_swap_in(index)  # takes a buffer, which the swap-out needs
             master.data.copy_(copy)
             wrapper._optimizer_states_and_gradient_swap_out(index)
+
+
+def share_storage(wrapper: Any) -> None:
+    """Makes tensors that DeepSpeed's optimizer wrapper holds twice share their storage, where the masters are.
+
+    Saves 2 bytes per owned parameter with masters in bf16, 4 in float32; twice as much (gradients, too) under ZeRO 3
+    that offloads the parameters, too.
+    """
+    kind = type(wrapper).__name__
+    if kind == "DeepSpeedZeroOptimizer":
+        _share_stages_1_and_2(wrapper)
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        _share_stage_3(wrapper)
+
+
+def _share_stages_1_and_2(wrapper: Any) -> None:
+    """ZeRO 1 and 2: masters share storage with parameters, or under offload with the staging buffer."""
+    masters = wrapper.single_partition_of_fp32_groups
+    if wrapper.cpu_offload:
+        staging = wrapper.param_buffer_of_bit16_for_cpu_offload_groups
+        if not _frees_by_address():
+            staging[:] = [m.data if _are_alike(m, x) else x for m, x in zip(masters, staging, strict=True)]
+        return
+    shared = False
+    for index, master in enumerate(masters):
+        rank = dist.get_rank(wrapper.real_dp_process_group[index])
+        shared |= _share(master, wrapper.parallel_partitioned_bit16_groups[index][rank])
+    if shared:
+        wrapper._link_all_hp_params()  # renews the parameters' views of masters, which have the old memory
+    if shared and "_get_groups_without_padding" not in vars(wrapper):
+        without_padding = wrapper._get_groups_without_padding
+        # Clones for checkpoints: torch.save writes a view's whole storage, here the parameters of all ranks.
+        wrapper._get_groups_without_padding = lambda groups: [group.clone() for group in without_padding(groups)]
+
+
+def _share_stage_3(wrapper: Any) -> None:
+    """ZeRO 3: masters share storage with parameters, and the two copies of offloaded gradients share theirs."""
+    masters = wrapper.fp32_partitioned_groups_flat
+    if bool(wrapper.offload_optimizer) == bool(wrapper.offload_param):
+        for master, partition in zip(masters, wrapper.fp16_partitioned_groups_flat, strict=True):
+            if partition is not None:  # None: it is on NVMe
+                _share(master, partition)
+    if wrapper.offload_optimizer and not _frees_by_address():
+        start = 0
+        for index, master in enumerate(masters):
+            numel = int(wrapper.fp16_partitioned_groups_flat_numel[index])
+            gradient = wrapper.grad_partitions_flat_buffer.narrow(0, start, numel)
+            start += numel
+            if master.grad is not None and _are_alike(master.grad, gradient):
+                master.grad = gradient
+
+
+def _share(master: Tensor, partition: Tensor) -> bool:
+    """Makes a master share a partition's storage if both have the same shape, dtype and device; returns whether."""
+    if not _are_alike(master, partition):
+        return False
+    master.data = partition.data
+    return True
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _frees_by_address() -> bool:
+    """Whether DeepSpeed pins memory itself and frees it by address: two tensors must then not share pinned memory."""
+    return os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"

@@ -1,7 +1,7 @@
 """Finds which parameters' ranges DeepSpeed's flat partitions contain: ZeRO 1, 2 and 3, and BF16_Optimizer.
 
-Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused. For checkpoints, the experts of its MoE
-layers are named by their numbers in the whole model: the layers number the experts of each rank from 0 on.
+Reads DeepSpeed's private attributes. An unknown optimizer wrapper is refused. Checkpoints name experts of MoE layers,
+whose numbers begin at 0 on each rank, by their numbers in the whole model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _Names = Mapping[int, tuple[int, str]]
 def assign_partitions(engine: Any) -> None:
     """Assigns shards to the flat tensors that the optimizer of a configured DeepSpeedEngine steps.
 
-    Raises:
-        RuntimeError: DeepSpeed's optimizer wrapper or its partitioning is unsupported, or the wrapper steps the param
-            groups one by one although the optimizer needs sums over all of them.
+    Raises RuntimeError if DeepSpeed's wrapper or its partitioning is unsupported, or the wrapper steps the param groups
+    one by one although the optimizer needs sums over all of them.
     """
     wrapper = engine.optimizer
     name_experts(engine.module)
@@ -77,10 +76,7 @@ def _demand_one_step(engine: Any, parts: str, flats: Sequence[Tensor]) -> None:
 def _buffer_of_one_range(
     params: Sequence[Tensor], offsets: Sequence[int], size: int, group: Any, names: _Names
 ) -> FlatBuffer:
-    """The layout of a partition that is one range of all parameters flattened in a row (ZeRO 1 and 2, BF16_Optimizer).
-
-    ``offsets`` are the parameters' in the flattened whole, which is cut into ``size`` elements per rank of the group.
-    """
+    """A partition that is one range of all parameters flattened in a row, cut into ``size`` elements per rank."""
     segments = []
     for param, first in zip(params, offsets, strict=True):
         shard = _shard(param, tuple(param.shape), first, size, group)

@@ -141,14 +141,7 @@ def read_saved(folder: Path) -> Saved:
 
 
 def fit_tables(tables: list[list[Chunk]], old: list[str], names: dict[str, str], new: list[str]) -> None:
-    """Gives the rows of tables the numbers of tensors after a change of names, and removes those of others.
-
-    Args:
-        tables: changed in place.
-        old: the names before, sorted.
-        names: the new name of each old one.
-        new: the names afterwards, sorted.
-    """
+    """Gives the rows of tables the numbers of tensors in ``new`` in place of ``old`` (sorted), and removes others."""
     numbers = {old.index(was): new.index(name) for was, name in names.items()}
     for table in tables:
         table[:] = [chunk._replace(tensor=numbers[chunk.tensor]) for chunk in table if chunk.tensor in numbers]
@@ -172,12 +165,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 def strict_tensors(folder: Path, content: Any, reads: Callable[[str], bool] | None = None) -> Tensors | str:
     """Each tensor's dtype, shape and bytes, if all is as the format demands, otherwise what is not.
 
-    Args:
-        folder: the checkpoint's folder.
-        content: its index.
-        reads: the names of tensors that a load looks at. Of other tensors only their lines in the index are checked,
-            and chunks are not looked for outside the files that have a part of their tensor. None: all files are
-            checked, and no chunk may be in a file where its tensor's rule does not have it.
+    ``reads`` are the tensors that a load looks at. Of other tensors only their lines in the index are checked, and
+    chunks are not looked for outside the files that have a part of their tensor. None: all files are checked, and no
+    chunk may be in a file where its tensor's rule does not have it.
     """
     try:
         demand(content["format"] == "shardopt", "format")

@@ -20,12 +20,10 @@ _ALIGNMENT = 64
 
 
 def recut(folder: Path, files: int = FILES, rule: Callable[[Json, str, int], Json] | None = None) -> None:
-    """Cuts tensors into chunks in data files of equal lengths; the index has null for one more.
+    """Cuts tensors into chunks in so many data files of equal lengths; the index has null for one more.
 
-    Args:
-        folder: of the checkpoint.
-        files: how many.
-        rule: of a tensor, by the index's content, its name and number. By default each way by turns, in several forms.
+    ``rule`` gives a tensor's, by the index's content, its name and number; by default each way by turns, in several
+    forms.
     """
     content = read_index(folder)
     tensors = strict_tensors(folder, content)

@@ -16,15 +16,7 @@ MOST_ELEMENTS = 1 << 20
 
 
 def check_rule(tensor: Json, count: int) -> None:
-    """Checks all that can be said of a tensor's line without a look at single elements.
-
-    Args:
-        tensor: the line.
-        count: the number of files, null ones included.
-
-    Raises:
-        ValueError: the format forbids it.
-    """
+    """Raises ValueError if the format forbids a tensor's line in an index of ``count`` files; looks at no element."""
     shape = tensor["shape"]
     demand(sizes(shape) and len(shape) <= 64, "shape")
     if "parts" in tensor:

@@ -43,21 +43,22 @@ def _save(way: str, path: Path, rule: str = "adamw") -> None:
     shardopt.checkpoint.save(path, model, optimizer, epoch=7, generator=torch.arange(5))
 
 
-def _fresh(way: str, codec: str = "log8") -> tuple[nn.Module, Any]:
+def _fresh(way: str, codec: str = "log8", **options: Any) -> tuple[nn.Module, Any]:
     """Another model than the one that was saved, and its optimizer, which has taken a step already."""
     model = WAYS[way](make_net(seed=1))
-    optimizer = make_optimizer(way, model, codec=codec)
+    optimizer = make_optimizer(way, model, codec=codec, **options)
     step_with(model, optimizer, 99)
     return model, optimizer
 
 
 def _load(way: str, path: Path) -> None:
     """Loads, compares with an unsharded run that was never saved, and goes on beside it."""
-    model, optimizer = _fresh(way)
+    model, optimizer = _fresh(way, eps=0.5)
     loaded = shardopt.checkpoint.load(path, model, optimizer)
     assert loaded.extra["epoch"] == 7
     assert torch.equal(loaded.extra["generator"], torch.arange(5))
     assert loaded.converted == {}
+    assert loaded.hyper_parameters == {0: {"eps": (0.5, 1e-8)}}
     assert_same(snapshot_of(model, optimizer), single(STEPS))
     step_with(model, optimizer, STEPS)
     assert_same(snapshot_of(model, optimizer), single(STEPS + 1))

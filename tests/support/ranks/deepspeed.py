@@ -71,12 +71,9 @@ def _refuse_to_compile(*args: Any, **kwargs: Any) -> None:
 
 
 def config(stage: int, optimizer: str | None = "AdamW8bit", **options: Any) -> dict[str, Any]:
-    """A DeepSpeed config.
+    """A DeepSpeed config for a stage of ZeRO, with the config type of an optimizer, or without one (None).
 
-    Args:
-        stage: of ZeRO.
-        optimizer: its config type; None for none.
-        **options: sections of the config, ``zero`` that of ZeRO, and ``params`` of the optimizer.
+    Further arguments are sections of the config: ``zero`` that of ZeRO, and ``params`` of the optimizer.
     """
     zero, params = options.pop("zero", {}), options.pop("params", {})
     sections = {
@@ -220,11 +217,9 @@ def stepped_whole(
 
 
 class Twins(NamedTuple):
-    """A run under DeepSpeed and one without, which must have the same bits.
+    """Makers of a run under DeepSpeed and one without after so many steps, which must have the same bits.
 
-    Attributes:
-        engine: makes the engine after so many steps; with ``seed=``, of other weights.
-        whole: makes model and optimizer of the other run after so many steps.
+    With ``seed=`` the engine's weights are others.
     """
 
     engine: Callable[..., Any]

@@ -29,16 +29,11 @@ _PARAMETER = ""  # the key of the parameter itself beside those of its state
 
 
 class Piece(NamedTuple):
-    """The elements of a parameter that are on this rank.
+    """The elements of a parameter that are on this rank, by its name in the bare model and its whole shape.
 
-    Attributes:
-        name: in the bare model.
-        shape: of the whole parameter.
-        tensor: the optimizer's parameter.
-        offset: where in it (flattened) they begin.
-        start: where in the flattened whole they begin.
-        numel: how many.
-        segment: the parameter's place in a flat buffer; None where ``tensor`` is of this parameter alone.
+    The ``numel`` elements begin at ``offset`` in ``tensor``, the optimizer's parameter (flattened), and at ``start`` in
+    the flattened whole. ``segment`` is the parameter's place in a flat buffer, None if ``tensor`` is of this parameter
+    alone.
     """
 
     name: str
@@ -148,15 +143,10 @@ def assembled(
     held: Sequence[tuple[Piece, Mapping[str, Any] | None]],
     on_all: bool = True,
 ) -> Snapshot:
-    """Parameters and state in full; all ranks must call this.
+    """Parameters (``shapes`` of all, by name) and state in full; all ranks must call this.
 
-    Copies on several ranks must agree, those of a cut block's scales on its owners, too.
-
-    Args:
-        shapes: of all parameters, by name.
-        optimizer: this rank's.
-        held: this rank's piece of each parameter, with the param group of its tensor, if the optimizer has that here.
-        on_all: whether ranks but the first get it, too.
+    Copies on several ranks must agree, and a cut block's scales on its owners. ``held`` has this rank's pieces with the
+    param groups of their tensors, if this rank's optimizer has them. Ranks but the first get the result ``on_all``.
     """
     options = optimizer._internals.options if isinstance(optimizer, QuantizedState) else {}
     own: dict[str, StateDict] = {}

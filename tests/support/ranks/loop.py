@@ -55,14 +55,11 @@ def mean_square(model: Any, number: int) -> Tensor:
 
 
 class Loop:
-    """A usual loop whose gradients are held, with ``offload="step"``, or one that offloads and releases nothing.
+    """A usual loop whose gradients are ``held``, with ``offload="step"``, or one that offloads and releases nothing.
 
-    Args:
-        held: which of the two.
-        loss: of the model and the number of a backward pass, ten times the step's number or more.
-        micro_batches: backward passes per step.
-        brought: how many of them bring a gradient; by default all.
-        sums: whether the loop without release adds up the gradients of the passes by hand.
+    ``loss`` is of the model and the number of a backward pass, ten times the step's number or more. Of the passes of a
+    step (``micro_batches``) as many as ``brought`` bring a gradient. With ``sums`` the loop without release adds up the
+    gradients of the passes by hand.
     """
 
     def __init__(
@@ -162,11 +159,7 @@ def compare(
 ) -> None:
     """Drives a loop whose gradients are held and one whose are not, and demands that they end with the same bits.
 
-    Args:
-        drive: drives a loop.
-        make: makes its model.
-        chunk: bytes that are copied at a time.
-        **options: of the loop.
+    ``chunk`` bytes are copied at a time.
     """
     results = []
     for held in (True, False):

@@ -141,12 +141,9 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_gradients(model: nn.Module, seed: int, change: Change = lambda place, whole: whole) -> None:
-    """Gives the parameters the same gradients in every way that the model may be sharded.
+    """Gives the parameters, sharded or not, gradients that depend on the seed alone.
 
-    Args:
-        model: its parameters, which are sharded or not.
-        seed: of the gradients.
-        change: makes another gradient of a parameter's place and its whole gradient.
+    ``change`` makes another gradient of a parameter's place and its whole gradient.
     """
     if is_flat(model):
         set_piece_gradients(model, seed, change)
@@ -191,12 +188,9 @@ def _hsdp(model: nn.Module, replicas: int, **options: object) -> nn.Module:
 
 
 def fsdp1(model: nn.Module, layers: Iterable[str] | None = None, **options: object) -> nn.Module:
-    """FSDP1: these layers are units, and what remains.
+    """Wraps the model by FSDP1, in place: these layers, by default every other one, are units, and what remains.
 
-    Args:
-        model: wrapped in place.
-        layers: their names; by default every other layer.
-        **options: of ``FullyShardedDataParallel``; ``use_orig_params`` is True unless said otherwise.
+    ``use_orig_params`` is True unless said otherwise.
     """
     bare = bare_shapes(model)
     wrap = partial(FullyShardedDataParallel, **{"use_orig_params": True, "device_id": torch.device("cpu"), **options})

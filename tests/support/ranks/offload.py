@@ -51,12 +51,7 @@ class HostTransfers(CudaTransfers):
 
 @contextmanager
 def offload_from_cpu(chunk_bytes: int = 16384, transfers: type[HostTransfers] = HostTransfers) -> Iterator[None]:
-    """Inside, the option ``offload`` counts for parameters on the CPU.
-
-    Args:
-        chunk_bytes: what is copied at a time.
-        transfers: how to copy.
-    """
+    """Inside, ``offload`` counts for parameters on the CPU; ``transfers`` copy ``chunk_bytes`` at a time."""
     with patch.multiple(
         residency,
         CHUNK_BYTES=chunk_bytes,

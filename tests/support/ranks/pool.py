@@ -84,19 +84,10 @@ class Pool:
         self._started = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Calls ``function(*args)`` on every rank of a world.
+        """Calls ``function(*args)``, a function of a module, on every rank of a world; returns the results by rank.
 
-        Args:
-            world_size: the number of ranks.
-            function: a function that stands in a module.
-            *args: anything that can be pickled.
-            timeout: seconds after which ranks that have not answered are given up.
-
-        Returns:
-            The results by rank.
-
-        Raises:
-            RankFailure: with the tracebacks of the ranks that failed.
+        Raises RankFailure with the tracebacks of the ranks that failed, or that gave no answer within ``timeout``
+        seconds.
         """
         workers = self._world(world_size)
         task = pickle.dumps(_Task(sys.path, dumps((function, args))))

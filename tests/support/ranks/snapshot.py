@@ -42,13 +42,7 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def snapshot(params: Mapping[str, Tensor], optimizer: Optimizer, on_all: bool = True) -> Snapshot:
-    """A copy on the CPU of the global values of :func:`entries`; all ranks must call this, and replicas must agree.
-
-    Args:
-        params: by name.
-        optimizer: of these.
-        on_all: whether ranks but the first get it, too.
-    """
+    """A copy on the CPU of the global values of :func:`entries`, on the first rank or all. Replicas must agree."""
     found = entries(params, optimizer)
     sharded = {name: tensor for name, tensor in found.items() if isinstance(tensor, DTensor)}
     if sharded:
