@@ -132,7 +132,7 @@ def _rate(name: str, factor: float) -> dict[str, Choice]:
     coded = _coded(f"AdamW, log8, lr * {factor:g}", "log8", baseline=f"fp32_{name}")
     exact = Choice(_torch, {}, f"fp32_{name}", f"AdamW, float32 (torch), lr * {factor:g}")
     return {
-        f"{key}_{name}": replace(choice, lr_factor=factor, tasks=(LONG,), seeds=5)
+        f"{key}_{name}": replace(choice, lr_factor=factor, tasks=(LONG,), seeds=10 if factor < 1 else 5)
         for key, choice in (("fp32", exact), ("log8", coded))
     }
 

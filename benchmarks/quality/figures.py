@@ -58,10 +58,11 @@ def draw(
     compared: dict[str, list[Comparison]],
     streams: list[Record],
     levels: list[Record],
+    updates: list[Record],
     long_runs: list[Course],
     folder: Path,
 ) -> None:
-    """Writes quality-NAME.svg for intervals, streams, levels, course and drift.
+    """Writes quality-NAME.svg for intervals, streams, levels, updates, course and drift.
 
     Leaves those without data as they are.
     """
@@ -72,6 +73,8 @@ def draw(
             _save(_streams(streams), folder / "quality-streams.svg")
         if levels:
             _save(_levels(levels), folder / "quality-levels.svg")
+        if updates:
+            _save(_updates(updates), folder / "quality-updates.svg")
         if long_runs:
             _save(_course(long_runs), folder / "quality-course.svg")
             _save(_drift(long_runs), folder / "quality-drift.svg")
@@ -162,6 +165,19 @@ def _levels(lines: list[Record]) -> Any:
         _log_ticks(panel, _LEVEL_TICKS)
         panel.set(xscale="log", ylim=_LEVELS, xlabel="steps")
         _step_ticks(panel, usual[0]["steps"])
+    _legend(figure)
+    return figure
+
+
+def _updates(lines: list[Record]) -> Any:
+    """Mean of |update| over float32's over the steps, a line per optimizer."""
+    figure, panel = plt.subplots(figsize=(3 * _WIDTH, 2.6), layout="constrained")
+    panel.axhline(1, color=_GREY, lw=0.8)
+    for line in lines:
+        name = line["optimizer"]
+        panel.plot(line["steps"], line["ratios"], color=_colour(name), lw=1.2, label=_SHOWN[name])
+    panel.set(ylim=(0.99, 1.01), xlabel="steps", ylabel="size of updates, over float32's")
+    panel.spines[["top", "right"]].set_visible(False)
     _legend(figure)
     return figure
 

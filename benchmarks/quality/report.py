@@ -43,7 +43,8 @@ def main(argv: list[str]) -> None:
     compared = {task: compare(found) for task, found in lines.items() if found}
     tuning = {task: records.read(given.results / "tuning" / f"{task}.jsonl") for task in TASKS}
     long_runs = courses(lines[LONG])
-    streams, levels = (records.read(given.results / f"{name}.jsonl") for name in ("streams", "levels"))
+    others = ("streams", "levels", "updates")
+    streams, levels, updates = (records.read(given.results / f"{name}.jsonl") for name in others)
     tables = {
         "verdicts": verdict_table(compared),
         "overview": overview(compared),
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
 
     folder = given.docs / "figures"
     folder.mkdir(exist_ok=True)
-    figures.draw(compared, streams, levels, long_runs, folder)
+    figures.draw(compared, streams, levels, updates, long_runs, folder)
     print(f"{', '.join(map(str, pages))}: {', '.join(tables)}; figures in {folder}")
 
 

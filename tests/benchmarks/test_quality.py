@@ -168,7 +168,7 @@ def test_quick_mode_from_end_to_end(tmp_path: Path) -> None:
     _script("report.py", "--results", str(results), "--docs", str(tmp_path))
     assert (tmp_path / "quality.md").read_text() != page
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        f"quality-{name}.svg" for name in ("intervals", "streams", "levels", "course", "drift")
+        f"quality-{name}.svg" for name in ("intervals", "streams", "levels", "updates", "course", "drift")
     }
 
 
