@@ -155,10 +155,7 @@ def _order_of_cuts(placements: tuple[Any, ...], sharded: Sequence[int], mesh: tu
     """The mesh dimensions that shard a parameter, in the order in which they cut it.
 
     A ``_StridedShard`` cuts the parts that later mesh dims make of its dim: FSDP2 cuts tensor-parallel shards so.
-    Strided dims therefore cut last, the first one after the others.
-
-    Raises:
-        RuntimeError: the ``split_factor`` of a ``_StridedShard`` is not the number of these parts.
+    Strided dims therefore cut last, the first one after the others. RuntimeError if ``split_factor`` is another number.
     """
     strided = [dim for dim in sharded if getattr(placements[dim], "split_factor", 1) > 1]
     for dim in strided:

@@ -38,6 +38,24 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     assert torch.equal(param.detach(), before)
 
 
+def test_a_shard_that_only_its_attributes_name_is_refused() -> None:
+    """A whole tensor may have the attributes, too: torch.distributed.checkpoint's CheckpointableTensor."""
+    whole, part = Parameter(torch.ones(8, 130)), Parameter(torch.ones(8, 130))
+    for param, rows in ((whole, 8), (part, 16)):
+        where = {"global_shape": (rows, 130), "global_offsets": ((rows - 8, 0),), "local_offsets": ((0, 0),)}
+        vars(param).update(where, local_sizes=((8, 130),))
+        param.grad = torch.ones(8, 130)
+    optimizer = shardopt.AdamW8bit([whole, part])
+    with pytest.raises(
+        UnknownShardError, match=r"got a shard of a tensor of shape \(16, 130\), .*CheckpointableTensor"
+    ):
+        optimizer.step()
+    assert (whole == 1).all()
+    part.global_shape = part.shape
+    optimizer.step()
+    assert torch.equal(whole, part)
+
+
 def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     """The sums over all parameters in the last step."""
     tables = optimizer._internals.cached_stepper()._tables

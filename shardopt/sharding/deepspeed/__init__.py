@@ -1,4 +1,1 @@
-"""Support for DeepSpeed: optimizers by name in its config, and which parameters its flat partitions contain.
-
-No module here imports DeepSpeed before the user does.
-"""
+"""Support for DeepSpeed, which no module here imports first: optimizers by name, and what flat partitions contain."""
