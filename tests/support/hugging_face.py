@@ -86,14 +86,8 @@ def tiny_qwen() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
 
 
-def natively_sharded(make: Callable[[], nn.Module], folder: Path, release: bool) -> tuple[list[Any], list[Any]]:
-    """Weights and norms of training in one process, and under transformers' own FSDP2, which loads the model.
-
-    Args:
-        make: makes the model.
-        folder: where rank 0 saves it, and all ranks load it.
-        release: whether gradients are released, and not clipped.
-    """
+def natively_sharded(make: Callable[[], nn.Module], folder: Path, release: bool) -> list[Any]:
+    """Weights, and norms if no gradients are released, of one process and under transformers' own FSDP2."""
     fresh("fsdp2")
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -101,23 +95,20 @@ def natively_sharded(make: Callable[[], nn.Module], folder: Path, release: bool)
     if dist.get_rank() == 0:
         make().save_pretrained(folder)
     dist.barrier()
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
-    found = []
+    config, found = DistributedConfig(fsdp_size=dist.get_world_size()), []
     for model in (make(), AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)):
         optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS)
         if release:
             shardopt.release_gradients(model, optimizer)
-        norms = []
         for step in range(3):
             tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
             model(input_ids=tokens, labels=tokens).loss.backward()
-            if not release:
-                norms.append(float(shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)))
+            norm = None if release else shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer).item()
             optimizer.step()
             optimizer.zero_grad()
         params = (param.detach() for param in model.parameters())
-        found.append([*norms, *(getattr(x, "full_tensor", x.clone)().tolist() for x in params)])
-    return found[0], found[1]
+        found.append([norm, *(getattr(x, "full_tensor", x.clone)().tolist() for x in params)])
+    return found
 
 
 def tiny_lora(dropout: float = 0.5) -> nn.Module:

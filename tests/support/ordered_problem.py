@@ -67,15 +67,13 @@ def _fsdp(
     return model
 
 
-def _fsdp_mixed(model: Blocks, *, is_narrow: bool) -> nn.Module:
-    """FSDP2 in bfloat16, in one group: but for the norm, or with bfloat16 gradients of matrices (PyTorch 2.15)."""
-    norm = [] if is_narrow else [*model.norm.parameters()]
-    policy = MixedPrecisionPolicy(
-        torch.bfloat16, param_dtype_override_fn=lambda param: param.dtype if any(param is x for x in norm) else None
-    )
+def _fsdp_mixed(model: Blocks) -> nn.Module:
+    """FSDP2 in bfloat16, but for the norm, in one group; matrices have bfloat16 gradients, too (PyTorch 2.15)."""
+    norm = {id(param) for param in model.norm.parameters()}
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda x: x.dtype if id(x) in norm else None)
     _fsdp(model, layers=(), mp_policy=policy)
     for param in model.parameters():
-        if is_narrow and param.dim() > 1:
+        if param.dim() > 1:
             param.grad_dtype = torch.bfloat16
     return model
 
@@ -98,8 +96,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "fsdp bf16 sums": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
     "fsdp fp16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
-    "fsdp some bf16": partial(_fsdp_mixed, is_narrow=False),
-    "fsdp narrow": partial(_fsdp_mixed, is_narrow=True),
+    "fsdp mixed": _fsdp_mixed,
     "hsdp": lambda model: _fsdp(model, (2, dist.get_world_size() // 2)),
     "hsdp of 3": lambda model: _fsdp(model, (dist.get_world_size() // 3, 3)),
     "hsdp of 1": lambda model: _fsdp(model, (1, dist.get_world_size())),
