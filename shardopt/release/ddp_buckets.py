@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_options(replica: DistributedDataParallel, *_: Any) -> None:
-    """Raises RuntimeError if a DDP module does not reduce all gradients in buckets within each backward pass.
-
-    Also a forward pre-hook, as the last two of these options can be set at any time.
-    """
+    """Raises RuntimeError if DDP does not reduce all gradients in buckets within each pass; a forward pre-hook, too."""
     excluded = {
         "compiled autograd's python reducer": replica._use_python_reducer,
         "delay_all_reduce_named_params": replica._delay_all_reduce_params,
@@ -77,11 +74,6 @@ class BucketHook:
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._group, self._has_views = replica.process_group, replica.gradient_as_bucket_view
         self._is_batched = getattr(replica, "batched_grad_copy", False)  # PyTorch 2.15
-        if self._has_views and getattr(replica, "lazy_bucket_allocation", False) and not self._is_batched:
-            raise RuntimeError(
-                "got DistributedDataParallel with lazy_bucket_allocation and gradient_as_bucket_view, which round some "
-                "gradients otherwise than either alone, expected one of the two; leave gradient_as_bucket_view out"
-            )
         self._hooks: dict[Tensor, Callable[[Tensor], None]] = {}
         self._bucket_views: set[Tensor] = set()  # parameters whose .grad this backward pass made a view of a bucket
 
