@@ -204,8 +204,7 @@ bool Inputs::accept(Input& input, PyObject* part, bool is_kept) {
   Known gradient;
   if (!gradient.take(part) || !gradient.format.has_shape_of(input.known.format)) return false;
   if (!is_kept && !gradient.format.has_device_of(input.known.format)) return false;
-  const uint8_t dtype = gradient.format.dtype;
-  if (dtype != input.known.format.dtype && dtype != static_cast<uint8_t>(DType::kFloat32)) return false;
+  if (gradient.format.dtype == kNoDType) return false;
   input.gradient = std::move(gradient);
   return true;
 }

@@ -18,7 +18,7 @@ from shardopt.comm.reduction import Reduction
 from shardopt.comm.wire import WireFormat
 from shardopt.kernels.autograd import without_autograd
 from shardopt.release.backward import Hook
-from shardopt.release.ddp_buckets import parameters_in_buckets, register_hook
+from shardopt.release.ddp_buckets import check_options, parameters_in_buckets, register_hook
 
 #: Gradients of several parameters are combined into messages of about this many bytes.
 _MESSAGE_BYTES = 1 << 25
@@ -81,6 +81,7 @@ class DdpReducer(GradientReducer):
         super().__init__(messages, progress, wire, [replica.process_group])
         self._reduced_buckets: list[int] = []  # indices of buckets that DDP has asked to reduce in this backward pass
         register_hook(replica, self._reduced_buckets, _skip_all_reduce)
+        replica.register_forward_pre_hook(check_options)
         # Forgets the buckets of a pass that raised. This hook also keeps self alive: a reference from a parameter's
         # hook would be a cycle that is never collected.
         replica.register_forward_pre_hook(lambda *_: self._reduced_buckets.clear())

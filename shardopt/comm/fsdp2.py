@@ -54,13 +54,14 @@ class FsdpReducer:
         """Replaces FSDP2's reduce-scatter by :meth:`Reduction.reduce_scatter`; ignores ``op`` and ``async_op``."""
         self._progress.begin_pass()
         chunks = input_tensor.view(group.size(), -1)
-        trained = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+        params = self._group.fsdp_params
+        order = getattr(self._group, "_reduce_scatter_param_indices", range(len(params)))  # PyTorch 2.15: by grad_dtype
+        trained = [params[index] for index in order if params[index].sharded_param.requires_grad]
         if self._reduction is None or self._reduction.sum.next_term == 0:  # the first pass of a step
             cuts = ((param._orig_size, param.fsdp_placement.dim) for param in trained)
             shapes = [(size[dim], size.numel() // max(size[dim], 1)) for size, dim in cuts]  # a row per index in dim
             self._reduction, self._trained = Reduction(self._progress, self._format, shapes, self._mesh), trained
-        has_other_params = trained != self._trained  # than in the first pass
-        if has_other_params or self._reduction.wire.numel != chunks.shape[1]:  # the latter if a gradient is missing
+        if trained != self._trained or self._reduction.wire.numel != chunks.shape[1]:  # the latter: one is missing
             raise RuntimeError(
                 f"{self._name!r}: got gradients of {chunks.shape[1]} elements per rank, expected "
                 f"{self._reduction.wire.numel}: requires_grad was changed within a step, or a parameter had no "
@@ -86,11 +87,14 @@ class FsdpReducer:
 
 def _check_options(name: str, group: Any, factor: float | None) -> None:
     """Checks that FSDP2 reduces gradients in each backward pass, and divides by ``factor`` (None: its default)."""
-    if group.gradient_divide_factor != factor or not (group.reduce_grads and group.all_reduce_grads):
+    context = group.modules[0]._get_fsdp_state()._state_ctx
+    is_manual = getattr(context, "manual_backward_finalization", False)  # PyTorch 2.15
+    if group.gradient_divide_factor != factor or not (group.reduce_grads and group.all_reduce_grads) or is_manual:
         raise RuntimeError(
             f"{name!r}: got set_gradient_divide_factor({group.gradient_divide_factor}), set_requires_gradient_sync("
-            f"{group.reduce_grads}) and set_requires_all_reduce({group.all_reduce_grads}), expected {factor}, True and "
-            "True: sums wait on their owners, and are divided once; leave such calls out"
+            f"{group.reduce_grads}), set_requires_all_reduce({group.all_reduce_grads}) and "
+            f"set_manual_backward_finalization({is_manual}), expected {factor}, True, True and False: sums wait on "
+            "their owners, and are divided once, within the last backward pass; leave such calls out"
         )
 
 
@@ -104,8 +108,7 @@ def checked_mesh(model: Module, sharded: dict[str, FSDPModule], wire: WireFormat
                 f"{name}: got a parameter outside of all modules that fully_shard made, expected all parameters within "
                 "such modules, as others' gradients are not reduced; call fully_shard on the module that has it"
             )
-    (first, first_group), *_ = groups.items()
-    mesh = _mesh_of(first_group)
+    first, mesh = next((name, _mesh_of(group)) for name, group in groups.items())
     expected = [dist.get_process_group_ranks(group) for group in mesh]
     for name, group in groups.items():
         ranks = [dist.get_process_group_ranks(each) for each in _mesh_of(group)]

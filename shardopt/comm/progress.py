@@ -51,10 +51,7 @@ class Progress:
         return self.done == self.passes - 1
 
     def begin_pass(self, *_: Any) -> None:
-        """Starts a backward pass; further calls in the same pass return at once. Reducers and gradient hooks call it.
-
-        Raises RuntimeError as :meth:`_check_next_pass` and :meth:`_check_hooks` say.
-        """
+        """Starts a backward pass, unless it has begun; raises as :meth:`_check_next_pass` and :meth:`_check_hooks`."""
         if self._end_callback is not None and self._end_callback() is not None:
             return  # the running pass, or one within it
         is_within_step = self.done > 0 or self._end_callback is not None
@@ -154,11 +151,8 @@ class Progress:
             )
 
 
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Has autograd call a function at the end of the running backward pass, after those queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
+#: Has autograd call a function at the end of the running backward pass, after those queued before.
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _all: weakref.WeakSet[Progress] = weakref.WeakSet()  # in this process
 
 

@@ -47,7 +47,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: the model's parameters, plain or as DDP, FSDP1, FSDP2, HSDP or tensor parallelism have them:
-            float32, bfloat16 or float16, with gradients of their dtype or float32.
+            float32, bfloat16 or float16, and so are their gradients.
         max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
         norm_type: 2, or ``inf`` for the largest magnitude.
         error_if_nonfinite: raise where the norm is NaN or infinite, which waits for the device. Otherwise an infinite

@@ -33,7 +33,7 @@ _RULES = {
 _FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    "spectral_norm": lambda rows, cols: math.sqrt(rows / max(cols, 1)),
+    **dict.fromkeys(("spectral_norm", "spectral_unclamped"), lambda rows, cols: math.sqrt(rows / max(cols, 1))),
 }
 
 
@@ -67,7 +67,7 @@ class Muon(ShardedOptimizer):
         ns_steps: number of steps of the Newton-Schulz iteration.
         adjust_lr_fn: factor of the learning rate of a matrix of m rows and n columns: None or "original" for
             ``sqrt(max(1, m / n))``; "match_rms_adamw" for ``0.2 sqrt(max(m, n))``, with which AdamW's learning rate and
-            decay carry over; "spectral_norm" for ``sqrt(m / n)``.
+            decay carry over; "spectral_norm", or torch's name "spectral_unclamped", for ``sqrt(m / n)``.
         normalize: "rows" for NorMuon (arXiv 2510.05491): the rows of an orthogonalized matrix, one per output, are
             divided by the roots of their second moments, and the result has the former norm again. State has 4 bytes
             more per row.
@@ -97,7 +97,7 @@ class Muon(ShardedOptimizer):
         ns_coefficients: Coefficients | Sequence[Coefficients] | Literal["polar_express"] = QUINTIC,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_norm"] | None = None,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_norm", "spectral_unclamped"] | None = None,
         *,
         algorithm: Algorithm = "muon",
         normalize: Literal["rows"] | None = None,

@@ -63,6 +63,7 @@ class BackwardRelease:
         self._groups: dict[Tensor, FsdpGroup] = {param: group for group in fsdp_groups(model) for param in group.params}
         self._has_gradients = False  # since the last next_step()
         self._progress: dict[Tensor, _ParameterProgress] = {}
+        self.params: Collection[Tensor] = self._progress.keys()  # the parameters that the release steps
         self._worker = WorkerThread(limit)
         internals, released, index = optimizer._internals, set(params), 0
         for group_index, group in enumerate(optimizer.param_groups):
@@ -198,13 +199,6 @@ class BackwardRelease:
         self._guarded.grad = None
         return guard._version > 0
 
-    def begin_replica(self, replica: Any, args: Any) -> None:
-        """A forward pre-hook of DDP, before it prepares its reductions: raises RuntimeError within ``join()``."""
-        if replica._join_config.enable:
-            raise RuntimeError(
-                "got join() of DistributedDataParallel with released gradients; leave it out, or remove() the release"
-            )
-
     def check_replica(self, replica: Any) -> None:
         """Raises RuntimeError if a DDP module that is running would reduce these gradients after they are stepped."""
         if not self._progress.keys().isdisjoint(replica._module_parameters):
@@ -242,11 +236,6 @@ class BackwardRelease:
         """Waits for steps in flight, as the release ends."""
         self.wait()
         self._take_guard()
-
-    @property
-    def params(self) -> Collection[Tensor]:
-        """The parameters that the release steps."""
-        return self._progress.keys()
 
     def invalidate_steps(self, *, discard_gradients: bool) -> None:
         """Waits for steps in flight, and drops what steppers have cached: shards or state may have changed.

@@ -20,15 +20,24 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 
-def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
-    """The parameters whose gradients a DDP module reduces in buckets; RuntimeError if it reduces some otherwise."""
-    if replica._use_python_reducer or replica._delay_all_reduce_params:
-        option = (
-            "compiled autograd's python reducer" if replica._use_python_reducer else "delay_all_reduce_named_params"
-        )
+def check_options(replica: DistributedDataParallel, *_: Any) -> None:
+    """Raises RuntimeError if DDP does not reduce all gradients in buckets within each pass; a forward pre-hook, too."""
+    excluded = {
+        "compiled autograd's python reducer": replica._use_python_reducer,
+        "delay_all_reduce_named_params": replica._delay_all_reduce_params,
+        "join()": replica._join_config.enable,
+        "require_manual_backward_finalization": getattr(replica, "require_manual_backward_finalization", False),
+    }
+    for option in (name for name, is_used in excluded.items() if is_used):
         raise RuntimeError(
-            f"got DistributedDataParallel with {option}, expected gradients that it reduces in buckets; leave it out"
+            f"got DistributedDataParallel with {option}, expected gradients that all ranks reduce in buckets within "
+            "each backward pass; leave it out"
         )
+
+
+def parameters_in_buckets(replica: DistributedDataParallel) -> list[Tensor]:
+    """The parameters whose gradients a DDP module reduces; raises RuntimeError as :func:`check_options` says."""
+    check_options(replica)
     return list(replica._module_parameters)
 
 
@@ -64,6 +73,7 @@ class BucketHook:
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._group, self._has_views = replica.process_group, replica.gradient_as_bucket_view
+        self._is_batched = getattr(replica, "batched_grad_copy", False)  # PyTorch 2.15
         self._hooks: dict[Tensor, Callable[[Tensor], None]] = {}
         self._bucket_views: set[Tensor] = set()  # parameters whose .grad this backward pass made a view of a bucket
 
@@ -88,8 +98,9 @@ class BucketHook:
                 # queues itself once more: then it runs after DDP's.
                 queue = Variable._execution_engine.queue_callback
                 queue(partial(queue, self._end_pass))
-        # DDP, too, multiplies by the reciprocal before the all-reduce: the same bits.
-        buffer = bucket.buffer().mul_(1.0 / self._group.size())
+        # DDP, too, multiplies by the reciprocal, or divides a whole bucket, before the all-reduce: the same bits.
+        size, buffer = self._group.size(), bucket.buffer()
+        buffer = buffer.div_(size) if self._is_batched else buffer.mul_(1.0 / size)
         reducing = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
         reduced: Future[Tensor] = reducing.then(lambda future: future.value()[0])
         return reduced

@@ -21,7 +21,7 @@ from shardopt.kernels.autograd import without_autograd
 from shardopt.layout import FlatBuffer, FlatShard, shard_of
 from shardopt.optim import ShardedOptimizer
 from shardopt.release.backward import BackwardRelease, Hook
-from shardopt.release.ddp_buckets import BucketHook, bucket_hook, parameters_in_buckets
+from shardopt.release.ddp_buckets import BucketHook, bucket_hook, check_options, parameters_in_buckets
 from shardopt.release.overlapped import OverlappedRelease
 from shardopt.state.options import is_int
 
@@ -146,7 +146,9 @@ def release_gradients(
     undo.callback(optimizer._internals.end_release)
     _register_hooks(release, model, bucket_hooks, undo)
     for replica in dict.fromkeys(replica_of[param] for param in bucket_hooks):
-        undo.callback(replica.register_forward_pre_hook(Hook(release.begin_replica)).remove)
+        undo.callback(replica.register_forward_pre_hook(check_options).remove)
+        if isinstance(release, OverlappedRelease):
+            undo.callback(replica.register_forward_pre_hook(Hook(release.begin_replica)).remove)
     return GradientRelease(undo)
 
 

@@ -108,12 +108,10 @@ class OverlappedRelease(BackwardRelease):
         parts of this micro-batch's gradient follow, and the copy does not count as a gradient.
         """
         host, gradient = self._host_sums.get(param), param.grad
-        if host is None or gradient is None or gradient.layout != torch.strided:
+        if host is None or gradient is None or gradient.layout != torch.strided or gradient.dtype not in DTYPES:
             return
         with naming_errors(self._progress[param].name):
             local = shard_of(param).local_gradient(gradient)
-        if local.dtype not in (param.dtype, torch.float32) or param.dtype not in DTYPES:
-            return
         if host.count == self._micro_batches:
             raise self._too_many_gradients(param)
         host = self._fitting_sum(param, local)
@@ -226,9 +224,8 @@ class OverlappedRelease(BackwardRelease):
         self._found_inf = found
 
     def begin_replica(self, replica: Any, args: Any) -> None:
-        """Waits until copies to the host have read DDP's buckets, which the next pass overwrites; then as the base."""
+        """DDP's forward pre-hook: waits until copies to the host have read its buckets, which a pass overwrites."""
         wait([host.copied for host in self._host_sums.values() if host.copied is not None])
-        super().begin_replica(replica, args)
 
     def prepare_steps(self, scaling: LossScaling) -> Callable[[], None]:
         """Prepares the steps of all parameters whose gradients are on the host.

@@ -30,8 +30,7 @@ class _FSDP1(Kind):
         if getattr(param, "_fsdp_flattened", False):  # no shard was assigned, else layout.shard_of had returned it
             raise UnknownShardError(
                 "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one "
-                "that does; import shardopt before wrapping the model, or call optimizer.attach(model) once after "
-                "wrapping the model, before the first step and before loading state"
+                "that does; import shardopt before wrapping the model, or call optimizer.attach(model) right after it"
             )
         return None
 
@@ -66,7 +65,18 @@ class _DeepSpeed(Kind):
         return None if engine_of(model) is None else Engines("DeepSpeed", has_optimizer, open_engine, copy_masters)
 
 
-for _kind in (_DTensors(), _FSDP1(), _DDP(), _DeepSpeed()):
+class _Checkpointable(Kind):
+    def shard_of(self, param: Tensor) -> Shard | None:
+        whole = tuple(getattr(param, "global_shape", param.shape))
+        if hasattr(param, "global_offsets") and whole != param.shape:
+            raise UnknownShardError(
+                f"got a shard of a tensor of shape {whole}, as its attributes say (torch's CheckpointableTensor), "
+                "expected a DTensor, which also says which ranks have the rest; make one by DTensor.from_local"
+            )
+        return None
+
+
+for _kind in (_DTensors(), _FSDP1(), _DDP(), _DeepSpeed(), _Checkpointable()):
     register(_kind)
 
 install_hooks(hooked_packages())

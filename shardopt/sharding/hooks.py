@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pkgutil import resolve_name
 from types import ModuleType
 
 #: By package, as ``SHARDOPT_HOOKS`` names it: modules that are hooked into, and the functions that install the hooks.
@@ -67,17 +67,13 @@ def install_hooks(packages: Container[str]) -> None:
     """Installs the hooks into some packages: each once its module is imported, or now if it already is."""
     for package, hooks in HOOKS.items():
         for module, install in hooks if package in packages else ():
-            after_import(module, partial(_install, install))
-
-
-def _install(name: str, module: ModuleType) -> None:  # imports shardopt's part only now
-    pkgutil.resolve_name(f"shardopt.{name}")(module)
+            # Imports shardopt's part only when it is called.
+            after_import(module, partial(lambda name, found: resolve_name(f"shardopt.{name}")(found), install))
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Calls ``callback`` with a module: now if the module is imported, else once somebody imports it."""
-    module = sys.modules.get(name)
-    if module is not None:
+    if (module := sys.modules.get(name)) is not None:
         callback(module)
     else:
         sys.meta_path.insert(0, _Finder(name, callback))

@@ -70,7 +70,7 @@ class GradientNorm:
         if not self.take_gradients(params):  # a gradient cannot be read: say which and why, if known
             for index, param in enumerate(params):
                 if param.grad is not None:
-                    check_gradient(f"parameter {index} of shape {tuple(param.shape)}", param.grad, param.dtype)
+                    check_gradient(f"parameter {index} of shape {tuple(param.shape)}", param.grad)
             raise RuntimeError(
                 "got a gradient that is not in memory as a dense tensor, expected a dense one; make it dense"
             )

@@ -302,7 +302,7 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
             f"{name}: got a parameter with strides {param.stride()}, whose elements share memory, expected memory of "
             "its own for each; make the parameter of a .clone()"
         )
-    check_gradient(name, gradient, param.dtype)
+    check_gradient(name, gradient)
     if gradient.device != device or gradient.shape != param.shape:
         raise RuntimeError(
             f"{name}: got a gradient of shape {tuple(gradient.shape)} on {gradient.device}, "
@@ -310,19 +310,17 @@ def check_tensors(name: str, param: Tensor, gradient: Tensor, device: torch.devi
         )
 
 
-def check_gradient(name: str, gradient: Tensor, dtype: torch.dtype) -> None:
-    """Checks that the kernels can read a gradient of a parameter of this dtype.
+def check_gradient(name: str, gradient: Tensor) -> None:
+    """Checks that the kernels can read a gradient, whose dtype may differ from its parameter's.
 
     Raises:
-        RuntimeError: the gradient is sparse, of another dtype, or not in memory.
+        RuntimeError: the gradient is sparse, of a dtype that the kernels cannot read, or not in memory.
     """
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"{name}: got a sparse gradient, expected a dense one; make it dense (e.g. nn.Embedding(sparse=False))"
         )
-    if gradient.dtype not in DTYPES or gradient.dtype not in (dtype, torch.float32):
-        raise RuntimeError(
-            f"{name}: got a gradient of {gradient.dtype} for a parameter of {dtype}, expected the same dtype or "
-            f"float32, and one of {', '.join(map(str, DTYPES))}; cast the gradient"
-        )
+    if gradient.dtype not in DTYPES:
+        expected = ", ".join(map(str, DTYPES))
+        raise RuntimeError(f"{name}: got a gradient of {gradient.dtype}, expected {expected}; cast the gradient")
     check_storage(name, "gradient", gradient)

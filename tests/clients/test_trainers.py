@@ -77,6 +77,18 @@ def test_sharded(client_ranks: Pool, plain: Plain, client: str, mode: str, tmp_p
     assert client_ranks.run(world_size, CLIENTS[client], mode, tmp_path, tmp_path) == expected
 
 
+@hugging
+@pytest.mark.parametrize(
+    ("make", "release"),
+    [(hugging_face.tiny_llama, False), (hugging_face.tiny_llama, True), (hugging_face.tiny_qwen, False)],
+)
+def test_sharded_by_transformers_itself(client_ranks: Pool, make: Any, release: bool, tmp_path: Path) -> None:
+    """By its models' own plans; the embedding of one is its output layer as well."""
+    pytest.importorskip("transformers.distributed.fsdp", reason="transformers has FSDP2 of its own from 5.24 on")
+    for plain, sharded in client_ranks.run(2, hugging_face.natively_sharded, make, tmp_path, release):
+        assert sharded == plain
+
+
 @pytest.mark.parametrize(
     ("client", "before", "after", "portable"),
     [

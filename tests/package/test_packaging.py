@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,21 @@ def test_all_that_is_imported_is_declared() -> None:
     assert needed <= third_party(ROOT / "shardopt") <= needed | extras
     # Whoever starts the job on a Ray cluster has Ray.
     assert third_party(ROOT / "launch") - {"ray"} <= needed | extras
+
+
+def test_the_tested_versions_are_those_of_the_workflow() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    matrix = jobs["versions"]["strategy"]["matrix"]
+    pairs = [{"python": python, "torch": torch} for torch in matrix["torch"] for python in matrix["python"]]
+    pairs = [pair for pair in pairs if pair not in matrix["exclude"]] + matrix["include"]
+    (pinned,) = (step["with"]["python-version"] for step in jobs["pinned"]["steps"] if "setup-python" in str(step))
+    pin = re.findall(r"^torch==([\d.]+)", (ROOT / "launch/requirements.txt").read_text(), re.MULTILINE)
+    pairs.append({"python": pinned, "torch": pin[0]})
+    rows = re.findall(r"\| PyTorch (\S+) \| Python (.*) \|", (ROOT / "tests/clients/README.md").read_text())
+    found = [{"python": python, "torch": torch} for torch, pythons in rows for python in pythons.split(", ")]
+    assert sorted(map(str, found)) == sorted(map(str, pairs))
+    said = f"PyTorch {rows[0][0][:-2]} to {rows[-1][0][:-2]}, Python {matrix['python'][0]} to {matrix['python'][-1]}"
+    assert said in (ROOT / "docs/how_it_works.md").read_text()
 
 
 def copy_source(folder: Path) -> Path:

@@ -38,6 +38,21 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
     assert torch.equal(param.detach(), before)
 
 
+def test_a_shard_that_only_its_attributes_name_is_refused() -> None:
+    """Those of torch.distributed.checkpoint's CheckpointableTensor, which a whole tensor may have, too."""
+    param = Parameter(torch.ones(8, 130))
+    param.grad, param.global_offsets, param.global_shape = torch.ones(8, 130), ((8, 0),), (16, 130)
+    optimizer = shardopt.AdamW8bit([param])
+    with pytest.raises(
+        UnknownShardError, match=r"got a shard of a tensor of shape \(16, 130\), .*CheckpointableTensor"
+    ):
+        optimizer.step()
+    assert (param == 1).all()
+    param.global_offsets, param.global_shape = ((0, 0),), (8, 130)
+    optimizer.step()
+    assert (param < 1).all()
+
+
 def totals_of(optimizer: shardopt.Prodigy) -> list[tuple[Fraction, int]]:
     """The sums over all parameters in the last step."""
     tables = optimizer._internals.cached_stepper()._tables

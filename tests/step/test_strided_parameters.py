@@ -31,7 +31,7 @@ STEPPED: list[tuple[str, dict[str, Any]]] = [
     *(("adamw", {"codec": codec}) for codec in CODEC_NAMES),
     ("lion", {"codec": "log8"}),
     ("nesterov", {"codec": "fp32"}),
-    ("lamb", {"codec": "bf16"}),
+    ("lamb", {"codec": "bf16", "grad_dtype": BF16}),
     ("prodigy", {"codec": "companded8"}),
     ("adamw", {"dtype": BF16, "master_weight_bits": 24}),
     ("lion", {"dtype": BF16, "master_weight_bits": 32, "grad_dtype": torch.float32}),
@@ -40,7 +40,8 @@ STEPPED: list[tuple[str, dict[str, Any]]] = [
     ("muon_in_waves", {"codec": "fp32"}),
     ("muon", {"dtype": BF16, "master_weight_bits": 24, "grad_dtype": torch.float32}),
     ("muon", {"dtype": BF16, "stochastic_rounding": True}),
-    ("adamw", {"offload": "state"}),
+    ("muon_in_waves", {"codec": "log8", "grad_dtype": BF16}),
+    ("adamw", {"offload": "state", "grad_dtype": BF16}),
     ("adamw", {"offload": "step", "dtype": BF16, "master_weight_bits": 24}),
 ]
 SLOW = [(rule, {"codec": codec}) for rule, codec in ALL_RULES_AND_CODECS]

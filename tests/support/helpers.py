@@ -172,7 +172,7 @@ EACH_RULE_AND_CODEC = [
 
 
 def with_gradient(param: Tensor, gradient: Tensor) -> None:
-    """Sets a parameter's gradient, of the parameter's dtype or of a wider one."""
+    """Sets a parameter's gradient, of any dtype."""
     param.grad = None
     if hasattr(Tensor, "grad_dtype"):
         param.grad_dtype = gradient.dtype

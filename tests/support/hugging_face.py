@@ -77,6 +77,40 @@ def tiny_llama(vocabulary: int = VOCABULARY) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def tiny_qwen() -> nn.Module:
+    """As :func:`tiny_llama`, but the embedding is the output layer as well."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
+
+
+def natively_sharded(make: Callable[[], nn.Module], folder: Path, release: bool) -> list[Any]:
+    """Weights, and norms if no gradients are released, of one process and under transformers' own FSDP2."""
+    fresh("fsdp2")
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        make().save_pretrained(folder)
+    dist.barrier()
+    config, found = DistributedConfig(fsdp_size=dist.get_world_size()), []
+    for model in (make(), AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)):
+        optimizer = shardopt.AdamW8bit(model.parameters(), **OPTIONS)
+        if release:
+            shardopt.release_gradients(model, optimizer)
+        for step in range(3):
+            tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            norm = None if release else shardopt.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer).item()
+            optimizer.step()
+            optimizer.zero_grad()
+        params = (param.detach() for param in model.parameters())
+        found.append([norm, *(getattr(x, "full_tensor", x.clone)().tolist() for x in params)])
+    return found
+
+
 def tiny_lora(dropout: float = 0.5) -> nn.Module:
     """The Llama with adapters of rank 32, whose matrices are quantized, behind dropout."""
     from peft import LoraConfig, get_peft_model

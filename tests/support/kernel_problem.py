@@ -29,6 +29,8 @@ DTYPES = {
     "fp16": (FP16, FP16),
     "bf16-fp32": (BF16, FP32),
     "fp16-fp32": (FP16, FP32),
+    "fp32-bf16": (FP32, BF16),
+    "bf16-fp16": (BF16, FP16),
 }
 #: Nothing, single elements, and sizes on both sides of a block and of a vector; dim 0 is the row.
 SHAPES: tuple[Shape, ...] = (

@@ -67,6 +67,17 @@ def _fsdp(
     return model
 
 
+def _fsdp_mixed(model: Blocks) -> nn.Module:
+    """FSDP2 in bfloat16, but for the norm, in one group; matrices have bfloat16 gradients, too (PyTorch 2.15)."""
+    norm = {id(param) for param in model.norm.parameters()}
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda x: x.dtype if id(x) in norm else None)
+    _fsdp(model, layers=(), mp_policy=policy)
+    for param in model.parameters():
+        if param.dim() > 1:
+            param.grad_dtype = torch.bfloat16
+    return model
+
+
 #: Ways to wrap a model, by name.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
@@ -74,6 +85,9 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp views": partial(DistributedDataParallel, bucket_cap_mb=0.05, gradient_as_bucket_view=True),
     "ddp static": partial(DistributedDataParallel, bucket_cap_mb=0.05, static_graph=True),
     "ddp unused": partial(DistributedDataParallel, bucket_cap_mb=0.05, find_unused_parameters=True),
+    "ddp lazy": lambda model: DistributedDataParallel(
+        model, bucket_cap_mb=0.05, find_unused_parameters=True, lazy_bucket_allocation=True, batched_grad_copy=True
+    ),
     "fsdp": _fsdp,
     "fsdp kept": partial(_fsdp, reshard_after_forward=False),
     "fsdp whole": partial(_fsdp, layers=()),
@@ -82,6 +96,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp bf16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "fsdp bf16 sums": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
     "fsdp fp16": partial(_fsdp, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),
+    "fsdp mixed": _fsdp_mixed,
     "hsdp": lambda model: _fsdp(model, (2, dist.get_world_size() // 2)),
     "hsdp of 3": lambda model: _fsdp(model, (dist.get_world_size() // 3, 3)),
     "hsdp of 1": lambda model: _fsdp(model, (1, dist.get_world_size())),
