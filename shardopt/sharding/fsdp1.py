@@ -43,8 +43,7 @@ def install(module: ModuleType) -> None:
 
 def _read_if_alive(reference: weakref.ref[Module]) -> None:
     """Assigns shards to a model's parameters. The reference is weak: parameters must not keep their model alive."""
-    model = reference()
-    if model is not None:
+    if (model := reference()) is not None:
         read_fsdp1(model)
 
 

@@ -34,9 +34,8 @@ HOOKS = {
     # Accelerate does not replace our optimizers by DeepSpeedCPUAdam.
     "accelerate": (("accelerate.accelerator", "sharding.deepspeed.hooks:hook_accelerate"),),
     "transformers": (
-        # TrainingArguments(optim=...) takes our optimizers' names.
+        # TrainingArguments(optim=...) takes our optimizers' names, and Trainer finds their classes.
         ("transformers.training_args", "clients.names:add_names"),
-        # Trainer finds our optimizers' classes by these names.
         ("transformers.trainer", "clients.names:patch_trainer"),
     ),
 }

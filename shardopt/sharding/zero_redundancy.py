@@ -1,8 +1,7 @@
 """Hooks into three methods of ZeroRedundancyOptimizer, whose inner optimizer on each rank steps some parameters only.
 
-Hooks give the inner optimizer the parameters' indices among all, which seed stochastic rounding, and the ranks that
-step the others, for sums over all, and drop ``param_names``, as each rank steps some of a group's parameters, in
-another order. A hook checks what ``load_state_dict`` puts straight into the inner optimizer's state.
+The inner optimizer gets the parameters' indices in the model, which seed stochastic rounding, and the ranks that step
+the other parameters, for sums. ``param_names`` are dropped: each rank has another order. Loaded state is checked.
 """
 
 from __future__ import annotations
