@@ -122,8 +122,8 @@ def are_finite(x: Tensor, *, signed: bool) -> bool:
     """Whether all numbers of a tensor are finite in float32 and, unless ``signed``, at least zero."""
     if x.numel() == 0:
         return True
-    low, high = (end.float() for end in torch.aminmax(x if x.dtype.itemsize > 1 else x.float()))  # no float8 aminmax
-    return bool(low.isfinite() & high.isfinite() & ((low >= 0) | signed))  # NaN if there is one
+    low, high = torch.stack(torch.aminmax(x if x.dtype.itemsize > 1 else x.float())).float().tolist()  # NaN if any is
+    return bool(high < float("inf") and (low > float("-inf") if signed else low >= 0))
 
 
 def units_in(number: float, scales: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class _FSDP1(Kind):
         if getattr(param, "_fsdp_flattened", False):  # no shard was assigned, else layout.shard_of had returned it
             raise UnknownShardError(
                 "got a parameter of FullyShardedDataParallel that does not say which elements it holds, expected one "
-                "that does; import shardopt before wrapping the model, or call optimizer.attach(model) right after it"
+                "that does; import shardopt before wrapping the model, or call optimizer.attach(model) once after "
+                "wrapping the model, before the first step and before loading state"
             )
         return None
 

@@ -199,8 +199,6 @@ def odd_gradients() -> dict[str, tuple[Parameter, Tensor, str]]:
             weight,
             r"strides \(0, 1\), whose elements share memory.*clone",
         ),
-        "narrow gradient": (Parameter(weight), weight.bfloat16(), r"bfloat16 for a parameter of torch.float32"),
-        "other half": (Parameter(weight.half()), weight.bfloat16(), r"the same dtype or float32.*cast the gradient"),
         "other device": (Parameter(weight.to("meta")), weight.to("meta"), r"got a parameter on meta.*to_empty\(\)"),
     }
 

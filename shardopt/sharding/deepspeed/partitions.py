@@ -30,8 +30,7 @@ def assign_partitions(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     name_experts(engine.module)
-    named = enumerate(parameter_names(engine.module).items())
-    names = {id(param): (number, name) for number, (name, param) in named}
+    names = {id(param): (i, name) for i, (name, param) in enumerate(parameter_names(engine.module).items())}
     kind = type(wrapper).__name__
     if kind == "DeepSpeedZeroOptimizer":  # ZeRO 1 and 2
         _demand_one_step(engine, "param groups", wrapper.single_partition_of_fp32_groups)
