@@ -41,6 +41,14 @@ def deepspeed_ranks() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def client_ranks() -> Iterator[Pool]:
+    """Ranks for frameworks, which leave state in a process, and replace functions of torch as DeepSpeed does."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small operations of PyTorch are quickest on one."""

@@ -18,20 +18,6 @@ def test_written_files_are_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == write_results.outputs()[path], "run python benchmarks/write_results.py"
 
 
-def test_results_are_short() -> None:
-    assert len((results.ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()) <= 200
-
-
-def test_every_benchmark_stands_in_the_results() -> None:
-    text = (results.ROOT / "benchmarks" / "RESULTS.md").read_text()
-    found = results.read_all()
-    assert len(found) > 15
-    for table in (table for tables in found.values() for table in tables):
-        assert f"(results/{table.benchmark}/{table.kind}.json)" in text
-        for goal in table.goals:
-            assert goal.text in text
-
-
 def table(folder: Path) -> Table:
     """A small table, written by a script's call, as it is read again."""
     columns = [Column("optimizer"), Column("time", "ms", 2), Column("size")]

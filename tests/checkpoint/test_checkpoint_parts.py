@@ -1,4 +1,4 @@
-"""The mathematics below a checkpoint, against plain counting: rectangles that fill a tensor, rules, digests."""
+"""The mathematics below a checkpoint, against plain counting: rectangles that fill a tensor, and rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from attack.recut import recut
 from attack.rules import check_rule, files_of_elements
 from checkpoint_folder import values_of
 from shardopt.checkpoint import CheckpointError, load, read_header, save
-from shardopt.checkpoint.replicas import digest
 
 FILES = 30
 
@@ -120,24 +119,3 @@ def test_rules_against_their_description(tmp_path: Path, make: Any) -> None:
     found = load(tmp_path, nn.Identity()).extra
     for name, tensor in tensors.items():
         assert torch.equal(found[name.removeprefix("extra.")], tensor), (name, tensor.shape, lines[name])
-
-
-def test_digests_of_copies() -> None:
-    """Flipped bits, many signs, exchanged parts and other lengths, in tensors of several sums, wherever they lie."""
-    small = [values_of((7,), torch.bfloat16)]
-    for bit in range(16):
-        for element in range(7):
-            small.append(small[0].clone())
-            small[-1].view(torch.int16)[element] ^= 1 << bit if bit < 15 else -(1 << 15)
-    tensor = torch.ones(3 << 15, 64, dtype=torch.float32)
-    others = [tensor, -tensor]
-    for step in (2, 4, 8):
-        signs = torch.where(torch.arange(3 << 15) % step == step - 1, -1.0, 1.0)
-        others += [tensor * signs[:, None], tensor * signs[:64]]
-    numbers = torch.arange(3 << 20)
-    others += [numbers, *(numbers.roll(by) for by in (1, 1 << 20, 1 << 16)), numbers[:-1], numbers.float()]
-    assert len({digest(each) for each in (*small, *others)}) == len(small) + len(others)
-    for length in (0, 1, 7, 8, 9, 1000, (8 << 16) + 11):
-        data = values_of((length + 3,), torch.uint8)
-        assert digest(data[3:]) == digest(data[3:].clone())
-        assert digest(data[::2]) == digest(data[::2].clone())

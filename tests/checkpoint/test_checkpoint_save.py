@@ -207,14 +207,6 @@ def test_a_data_file_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
     assert_only(tmp_path)
 
 
-def test_big_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path)
-    monkeypatch.setattr(sys, "byteorder", "big")
-    for call in (saved, assert_holds):
-        with pytest.raises(CheckpointError, match="expected a little-endian one"):
-            call(tmp_path)
-
-
 # --- the lock
 
 

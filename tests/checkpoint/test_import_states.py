@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,14 +160,6 @@ def test_load_state_dict_names_import_state(source: str) -> None:
     with pytest.raises(ValueError, match=r"shardopt.checkpoint.import_state takes the state of bitsandbytes"):
         ours.load_state_dict(by_hand(source)[0])
     assert not ours.state
-
-
-def test_the_page_names_every_optimizer_of_bitsandbytes() -> None:
-    """Optimizers without 8 bits are named by one line for all of them."""
-    package = pytest.importorskip("bitsandbytes")
-    named = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "moving_over.md").read_text()))
-    names = {name for name in vars(package.optim) if name[0].isupper()} - named
-    assert {f"{name.removesuffix('32bit')}8bit" for name in names} <= named
 
 
 #: Changes of a parameter's state that leave its meaning, with the source and the entry that is left out: not wrapped;

@@ -83,35 +83,6 @@ def test_a_decoded_value_is_coded_as_itself(kind: Kind) -> None:
     assert len(distinct) == len(codes) - kind.twos_complement  # -128 stands for -127
 
 
-def times_power_of_two(x: Tensor, exponent: int) -> Tensor:
-    """Rounded once. PyTorch 2.8 multiplies in `ldexp` by a float32 power, which is infinite from 2^128 on."""
-    return (x.double() * 2.0**exponent).to(x.dtype)
-
-
-def at_powers_of_two(kind: Kind, x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """A block at these two exponents, without what the lower one would round or, of roots, cannot occur at it."""
-    there, back = times_power_of_two(x, low), times_power_of_two(x, high)
-    kept = times_power_of_two(there.double(), -low) == x.double()
-    kept &= (there >= LEAST_ROOT) | torch.tensor(not kind.of_roots)
-    return torch.where(kept, there, 0), torch.where(kept, back, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@given(data=st.data(), seed=seeds, spread=st.sampled_from([0.0, 1.0, 4.0]), mantissa=st.floats(1, 2, width=32))
-@settings(max_examples=30, deadline=None)
-def test_powers_of_two_change_no_code(
-    kind: Kind, data: st.DataObject, seed: int, spread: float, mantissa: float
-) -> None:
-    """From the least scale on, up to where reciprocals are subnormal."""
-    least, most = EXPONENTS[kind][0] + kind.of_roots, 62 if kind.of_roots else 125
-    low, high = sorted((data.draw(st.integers(least, most)), data.draw(st.integers(least, most))))
-    lower, higher = at_powers_of_two(kind, block(kind, seed, spread, 128, mantissa), low, high)
-    scales, scaled = kind.measure(lower), kind.measure(higher)
-    assert torch.equal(scaled[..., :1], times_power_of_two(scales[..., :1], high - low))
-    assert torch.equal(scaled[..., 1:], scales[..., 1:])
-    assert torch.equal(kind.encode(higher, scaled), kind.encode(lower, scales))
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @given(seed=seeds, spread=spreads, size=sizes, largest=largest | st.sampled_from([2.0**-149, 2.0**-148, 2.0**-126]))
 @settings(max_examples=20, deadline=None)

@@ -16,28 +16,16 @@ import shardopt
 from ranks.flat import gathered_parameters
 from ranks.models import WAYS, make_net, set_gradients
 from ranks.pool import Pool
-from ranks.runs import make_optimizer, snapshot_of, step_with, trained
+from ranks.runs import make_optimizer, single, snapshot_of, step_with, trained
 from ranks.snapshot import assert_same
 
 STEPS = 3
 BF16 = torch.bfloat16
 
 
-def _begun(way: str, dtype: torch.dtype, rule: str = "adamw", **options: Any) -> tuple[nn.Module, Any]:
-    model = WAYS[way](make_net(dtype))
-    return model, make_optimizer(way, model, rule, **options)
-
-
-def _whole(steps: int, dtype: torch.dtype, rule: str, **options: Any) -> tuple[nn.Module, Any]:
-    model, optimizer = _begun("single", dtype, rule, **options)
-    for step in range(steps):
-        step_with(model, optimizer, step)
-    return model, optimizer
-
-
 def _save(path: Path, dtype: torch.dtype, rule: str, options: dict[str, Any]) -> None:
     """The state of each parameter is on one rank until they are put together."""
-    model, optimizer = _begun("zero", dtype, rule, **options)
+    model, optimizer = trained("zero", 0, rule, dtype=dtype, **options)
     owned = {param for group in optimizer.optim.param_groups for param in group["params"]}
     assert len(owned) < len(model.bare_shapes)
     for step in range(STEPS):
@@ -52,13 +40,13 @@ def _save(path: Path, dtype: torch.dtype, rule: str, options: dict[str, Any]) ->
 
 def _resume(path: Path, way: str, dtype: torch.dtype, rule: str, options: dict[str, Any]) -> None:
     """A consolidated state is that of the optimizer without ZeRO, too."""
-    model, optimizer = _begun(way, dtype, rule, **options)
+    model, optimizer = trained(way, 0, rule, dtype=dtype, **options)
     saved = torch.load(path, weights_only=True)
     getattr(model, "module", model).load_state_dict(saved["weights"])
     optimizer.load_state_dict(saved["optimizer"])
     for step in range(STEPS, STEPS + 2):
         step_with(model, optimizer, step)
-    assert_same(snapshot_of(model, optimizer), snapshot_of(*_whole(STEPS + 2, dtype, rule, **options)))
+    assert_same(snapshot_of(model, optimizer), single(STEPS + 2, rule, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +73,7 @@ def test_state_of_torch_is_refused() -> None:
     whole = make_net()
     theirs = torch.optim.AdamW(whole.parameters())
     step_with(whole, theirs, 0)
-    model, optimizer = _begun("zero", torch.float32)
+    model, optimizer = trained("zero", 0)
     optimizer.load_state_dict(theirs.state_dict())
     set_gradients(model, 0)
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -106,8 +94,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
 def test_damaged_state_is_refused() -> None:
     """The optimizer keeps what it had."""
     _, whole = trained("single", STEPS)
-    model, optimizer = _begun("zero", torch.float32)
-    step_with(model, optimizer, 0)
+    _, optimizer = trained("zero", 1)
     inner = optimizer.optim
     state = {param: dict(entries) for param, entries in inner.state.items()}
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -50,35 +50,6 @@ def test_the_drawings_of_calls_have_the_files_that_are_called(tmp_path: Path) ->
         assert drawn == expected, f"calls-{name}.svg: run python docs/figures/trace_calls.py"
 
 
-#: Prints the functions of shardopt that a step and a save call, in the order of their first calls.
-FIRST_CALLS = """
-import json, pathlib, sys, torch, shardopt, shardopt.checkpoint
-def calls(function):
-    seen = {}
-    sys.setprofile(lambda frame, event, _: seen.setdefault((frame.f_code.co_filename, frame.f_code.co_name)))
-    function()
-    sys.setprofile(None)
-    parts = [(pathlib.Path(file).parts, name) for file, name in seen]
-    return [["/".join(path[path.index("shardopt"):]), name] for path, name in parts if "shardopt" in path]
-net = torch.nn.Linear(64, 64)
-optimizer = shardopt.AdamW8bit(net.parameters())
-net(torch.ones(64)).sum().backward()
-step = calls(optimizer.step)
-print(json.dumps([step, calls(lambda: shardopt.checkpoint.save("saved", net, optimizer))]))
-"""
-
-
-def test_the_tour_is_in_the_order_of_calls(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FIRST_CALLS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    page = (FIGURES.parent / "how_it_works.md").read_text().partition("## A tour")[2]
-    for text, called in zip(page.split("\n### ")[1:3], json.loads(done.stdout), strict=True):
-        stops = re.findall(r"^[0-9]+\. \[`(?:\w+\.)?(\w+)`\]\(\.\./(shardopt/[\w/]+\.py)\)", text, re.MULTILINE)
-        assert 8 <= len(stops) <= 10
-        assert [[file, name] for name, file in stops] == [call for call in called if call[::-1] in map(list, stops)]
-
-
 def test_codec_errors() -> None:
     """The errors that docs/codecs.md names are those of the codecs."""
     updates = {name: dict(curves[1]) for name, curves in run(FIGURES / "make_codec_error.py")["measure"]().items()}

@@ -69,13 +69,6 @@ def found_by(names: dict[str, Any]) -> Snapshot:
     return snapshot(named_parameters(names["model"]), names["optimizer"])
 
 
-def test_recipes_are_short() -> None:
-    recipes = [list(filter(None, code.splitlines())) for codes in RECIPES.values() for code in codes]
-    assert len(recipes) == 8
-    assert max(map(len, recipes)) <= 14
-    assert max(len(line) for recipe in recipes for line in recipe) <= 75
-
-
 def test_torch_save(tmp_path: Path) -> None:
     model, theirs = trained()
     torch.save({"model": model.state_dict(), "optimizer": theirs.state_dict()}, tmp_path / "state.pt")

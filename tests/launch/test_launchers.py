@@ -104,13 +104,3 @@ def test_kubernetes() -> None:
     assert int(variables["RANKS_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
     script = (MULTINODE / "torchrun.sh").read_text()
     assert all(f"${{{variable}:-" in script for variable in variables)
-
-
-def test_skypilot() -> None:
-    sky = pytest.importorskip("sky", reason="SkyPilot is not installed: pip install skypilot")
-    task = sky.Task.from_yaml(str(MULTINODE / "skypilot.yaml"))
-    assert task.num_nodes == 2
-    script = (MULTINODE / "torchrun.sh").read_text()
-    for variable in ("NODES", "RANKS_PER_NODE", "FIRST_NODE"):
-        assert f"${{{variable}:-" in script
-        assert f"{variable}=" in task.run

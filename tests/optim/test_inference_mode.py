@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,13 +77,3 @@ def test_calls(kind: Callable[..., Any], call: str, tmp_path: Path) -> None:
     with offload_from_cpu():
         got, expected = (_train(kind, call, inside, tmp_path / str(inside)) for inside in (True, False))
     assert_same(got, expected)
-
-
-def test_the_package_uses_one_decorator() -> None:
-    """``torch.no_grad`` alone keeps the mode, and so what a function makes would be an inference tensor."""
-    package = Path(shardopt.__file__).parent
-    for file, text in ((file, file.read_text()) for file in package.rglob("*.py")):
-        if "no_grad" in text:
-            functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
-            decorators = (decorator for node in functions for decorator in node.decorator_list)
-            assert not [d.lineno for d in decorators if "no_grad" in ast.unparse(d)], file

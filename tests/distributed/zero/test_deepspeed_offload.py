@@ -1,4 +1,4 @@
-"""DeepSpeed's offload to NVMe, activation checkpointing, and masters that are the parameters: the same bits.
+"""DeepSpeed's offload to NVMe, and masters that are the parameters: the same bits.
 
 NVMe is tested with files that Python reads and writes in place of DeepSpeed's ``async_io`` op, which it would compile.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,10 +30,8 @@ from ranks.deepspeed import (
     WITHOUT_MASTERS,
     assert_as_whole,
     config,
-    engine_snapshot,
     goes_on_as_whole,
     import_deepspeed,
-    make_engine,
     masters,
     step_engine,
     step_whole,
@@ -42,8 +39,6 @@ from ranks.deepspeed import (
     stepped_whole,
     twins,
 )
-from ranks.models import loss_of, make_batch, make_net
-from ranks.snapshot import Snapshot, assert_same
 from shardopt.sharding.deepspeed import hooks
 from shardopt.sharding.deepspeed.offload import masters_in_memory
 
@@ -158,48 +153,6 @@ def test_nvme(tmp_path: Path, parameters: bool, other: dict[str, Any], own: bool
             shardopt.checkpoint.load(saved, engine)
         step_engine(engine, STEPS)
         _check(engine, *whole)
-
-
-class Recomputed(nn.Module):
-    """Has a layer computed by a function that may compute it a second time in the backward pass."""
-
-    def __init__(self, layer: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.compute = layer, compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self.layer, x)
-
-
-def _trained(settings: dict[str, Any], compute: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Snapshot, int]:
-    """Masters and state after some steps, and how often a layer was computed."""
-    model, calls = make_net(), []
-    model.up.register_forward_pre_hook(lambda *_: calls.append(1))
-    model.up = Recomputed(model.up, compute)
-    engine = make_engine(model, settings)
-    for step in range(STEPS):
-        engine.backward(loss_of(engine, make_batch(step, dist.get_rank())))
-        engine.step()
-    return engine_snapshot(engine), len(calls)
-
-
-@pytest.mark.deepspeed_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "stage", "zero"),
-    [("deepspeed", 1, {}), ("torch", 2, OFFLOAD), ("reentrant", 3, {**ALL_OFFLOAD, **SUB_GROUPS})],
-)
-def test_activation_checkpointing(kind: str, stage: int, zero: dict[str, Any]) -> None:
-    settings = config(stage, zero=zero)
-    plain, once = _trained(settings, lambda layer, x: layer(x))
-    if kind == "deepspeed":
-        checkpointing = import_deepspeed().checkpointing
-        checkpointing.configure(None, partition_activations=False)
-        compute = checkpointing.checkpoint
-    else:
-        compute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=kind == "reentrant")
-    again, twice = _trained(settings, compute)
-    assert (once, twice) == (STEPS, 2 * STEPS)
-    assert_same(again, plain)
 
 
 def _config(stage: int, zero: dict[str, Any], **options: Any) -> dict[str, Any]:

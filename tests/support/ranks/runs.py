@@ -33,10 +33,10 @@ def make_optimizer(
 
 
 def trained(
-    way: str, steps: int, rule: str = "adamw", *, seed: int = 0, **options: Any
+    way: str, steps: int, rule: str = "adamw", *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """The model sharded in one of the ``WAYS`` and its optimizer, after so many :func:`step_with`."""
-    model = WAYS[way](make_net(seed=seed))
+    model = WAYS[way](make_net(dtype, seed))
     optimizer = make_optimizer(way, model, rule, **options)
     for step in range(steps):
         step_with(model, optimizer, step)

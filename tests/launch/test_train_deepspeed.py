@@ -16,15 +16,10 @@ from lm import backends
 from lm.errors import UserError
 from lm.options import load
 from ranks.pool import Pool
-from train_job import ROOT, TINY, assert_same_run, contents, losses, run_on, summary, write_text
+from train_job import ROOT, TINY, assert_same_run, contents, losses, run_on, summary
 
 CONFIGS = ROOT / "configs"
 UNCLIPPED = (*TINY, "--clip", 0)  # a norm is summed in another order elsewhere
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
