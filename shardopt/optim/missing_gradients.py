@@ -113,9 +113,14 @@ class MissingGradients:
 
 
 def _were_replaced(params: Collection[Tensor]) -> bool:
-    """Whether no module has any of the parameters, but modules have gradients of others of each of their shapes."""
-    trained = {tuple(param.shape) for param in _module_parameters() if param.grad is not None}
-    return not _in_modules(params) and all(isinstance(p, Parameter) and tuple(p.shape) in trained for p in params)
+    """Whether no module has any of the parameters, but modules have gradients of others of their shapes and dtypes.
+
+    False without a matrix among several: a temperature or dual variable has a norm's shape, and may be trained later.
+    """
+    trained = {(param.shape, param.dtype) for param in _module_parameters() if param.grad is not None}
+    are_alike = all(isinstance(param, Parameter) and (param.shape, param.dtype) in trained for param in params)
+    is_model = len(params) > 1 and any(param.dim() > 1 for param in params)
+    return is_model and are_alike and not _in_modules(params)
 
 
 def _in_modules(params: Iterable[Tensor]) -> set[int]:

@@ -123,12 +123,16 @@ def test_an_optimizer_made_too_early_ends_in_its_second_step(act: Callable[[Net]
     assert all(map(torch.equal, optimizer.param_groups[0]["params"], old))
 
 
-@pytest.mark.parametrize("case", ["a stage without a pass", "plain tensors", "replaced later"])
+@pytest.mark.parametrize("case", ["a stage without a pass", "plain", "replaced later", "masters", "temperatures"])
 def test_steps_without_gradients_may_be_right(case: str) -> None:
     """While another model of the same shapes has gradients."""
     model, other = Net(), Net()
-    make = Parameter if case == "replaced later" else torch.Tensor.requires_grad_
+    make = torch.Tensor.requires_grad_ if case == "plain" else Parameter
     params = [make(param.detach().clone()) for param in model.parameters()]
+    if case == "masters":
+        params = [Parameter(param.detach().double()) for param in params]
+    if case == "temperatures":
+        params = [param for param in params if param.dim() < 2]
     optimizer = shardopt.AdamW8bit(model.parameters() if "stage" in case else params)
     if case == "replaced later":
         for param in params:
