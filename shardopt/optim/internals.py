@@ -17,16 +17,7 @@ from shardopt import _C
 from shardopt.codec.base import are_finite
 from shardopt.kernels.dispatch import LossScaling
 from shardopt.kernels.skipped import SkippedElements
-from shardopt.layout import (
-    FlatBuffer,
-    FlatShard,
-    RankGroup,
-    Shard,
-    assigned,
-    number_of,
-    shard_of,
-    use_numbers,
-)
+from shardopt.layout import FlatBuffer, FlatShard, RankGroup, Shard, assigned, number_of, shard_of, use_numbers
 from shardopt.layout.names import bare_name
 from shardopt.optim.first_state import agree_on_dummy_step
 from shardopt.optim.interface import OptimizerInterface
@@ -280,6 +271,8 @@ class Internals:
         for _, stepper in self._steppers.values():
             stepper.forget()
         if self.released is not None:
+            if discard_gradients:
+                self.clip_coefficient = None  # which is of these gradients
             self.released.invalidate_steps(discard_gradients=discard_gradients)
 
     def set_clip_coefficient(self, coefficient: Tensor) -> None:
@@ -406,8 +399,8 @@ class Internals:
 def _row_mask(shape: Sequence[int], rows: Any) -> Tensor:
     """Whether each row of a parameter of this global shape is among ``rows``: bool, on the CPU."""
     mask = torch.zeros(shape[0] if shape else 1, dtype=torch.bool, device="cpu")
-    try:  # a list is converted first, as floats in it would count as numbers of rows
-        mask[torch.as_tensor(rows, device="cpu") if isinstance(rows, list) and rows else rows] = True
+    try:
+        mask[torch.as_tensor(rows) if isinstance(rows, list) and rows else rows] = True  # a list's floats would pass
     except (IndexError, TypeError, RuntimeError):
         raise ValueError(
             f"rows: got {rows!r:.80} for a parameter of shape {tuple(shape)}, expected the numbers of its rows, or a "

@@ -138,6 +138,13 @@ def throws_gradients_away(loop: Loop) -> None:
                 loop.optimizer.zero_grad()
         loop.optimizer.step()
         loop.step(step)
+    loop.backward(7)
+    loop.clip()  # gradients that the load throws away, not the next ones
+    loop.optimizer.load_state_dict(saved)
+    if not loop.held:
+        loop.optimizer.zero_grad()
+    loop.backward(8)
+    loop.update()
 
 
 def removes_the_release(loop: Loop) -> None:
