@@ -147,18 +147,20 @@ def values_kept_by_steps(optimizer: ShardedOptimizer | QuantizedState) -> frozen
     inner = getattr(optimizer, "_inner", optimizer)
     classes = [each for each in type(inner).__mro__ if issubclass(each, Optimizer)]
     arguments = {name for each in classes for name in signature(each).parameters}
+    arguments |= {"lr", "betas", "momentum", "eps", "weight_decay"}  # which a class may take by other names
     return frozenset(inner.defaults.keys() - arguments - DEFAULTS.keys())
 
 
 def changed_options(
-    of_steps: Collection[str], group: Mapping[str, Any], new: Mapping[str, Any]
+    of_steps: Collection[str], group: Mapping[str, Any], saved: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """The hyper-parameters that a load changes in a param group: their values before and after, as in the header.
 
     Without values that steps keep, and without the learning rate if a schedule with the same initial one has set it.
     """
     before, after = (describe_group(each, ())["options"] for each in (group, new))
-    unlisted = {*of_steps, "lr"} if "initial_lr" in before and before["initial_lr"] == after["initial_lr"] else of_steps
+    same_initial = "initial_lr" in saved and before.get("initial_lr") == after.get("initial_lr")
+    unlisted = {*of_steps, "lr"} if same_initial else of_steps
     return {
         key: (before[key], value)
         for key, value in after.items()

@@ -148,7 +148,7 @@ class Restoration:
         changes: dict[int, dict[str, tuple[Any, Any]]] = {}
         if self._unwrapped is not None:
             kept = values_kept_by_steps(self._unwrapped.optimizer)
-            of_groups = map(partial(changed_options, kept), self._unwrapped.all_groups, options)
+            of_groups = map(partial(changed_options, kept), self._unwrapped.all_groups, saved, options)
             changes = {index: changed for index, changed in enumerate(of_groups) if changed}
         return HostCopy(items, buffers, options, all_extra, changes, converted, shared)
 

@@ -147,7 +147,7 @@ def test_hyper_parameters_that_a_load_changes(tmp_path: Path, run: Content, capl
     kept = shardopt.checkpoint.load(tmp_path, other, fresh, hyper_parameters="keep")
     assert (kept.hyper_parameters, fresh.param_groups[0]["weight_decay"], caplog.messages) == ({}, 0.5, [])
     assert fingerprint(fresh.state_dict()["state"]) == fingerprint(run.optimizer.state_dict()["state"])
-    fresh.param_groups[0]["lr"] = torch.tensor(0.25)
+    fresh.param_groups[0] |= {"lr": torch.tensor(0.25), "initial_lr": 0.25}  # of a schedule that the saved one lacked
     found = [shardopt.checkpoint.load(tmp_path, other, fresh).hyper_parameters for _ in range(2)]
     assert found == [{0: {"lr": (0.25, pytest.approx(0.01)), "weight_decay": (0.5, 0.01)}}, {}]
     (message,) = caplog.messages
@@ -156,9 +156,25 @@ def test_hyper_parameters_that_a_load_changes(tmp_path: Path, run: Content, capl
         shardopt.checkpoint.load(tmp_path, other, fresh, hyper_parameters="mine")  # type: ignore[arg-type]
 
 
+class Renaming(torch.optim.Optimizer):
+    """Takes its learning rate by another name, and counts steps in its param groups."""
+
+    def __init__(self, params: Any, rate: float = 0.5) -> None:
+        super().__init__(params, {"lr": rate, "count": 0})
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["count"] += 1
+
+
+@pytest.mark.filterwarnings("ignore:got Renaming, untested")
 @pytest.mark.parametrize(
     ("kind", "entry"),
-    [(shardopt.Prodigy8bit, "d"), (shardopt.NAdam8bit, "past_mu"), (torch.optim.NAdam, "initial_lr")],
+    [
+        (shardopt.Prodigy8bit, "d"),
+        (shardopt.NAdam8bit, "past_mu"),
+        (torch.optim.NAdam, "initial_lr"),
+        (Renaming, "count"),
+    ],
 )
 def test_values_in_param_groups_that_are_no_hyper_parameters(tmp_path: Path, kind: Any, entry: str) -> None:
     """Values of steps are loaded whatever is kept; those of a schedule with the same initial rate are not listed."""
@@ -166,7 +182,8 @@ def test_values_in_param_groups_that_are_no_hyper_parameters(tmp_path: Path, kin
 
     def stepped(steps: int) -> Any:
         optimizer = kind(weight.parameters())
-        optimizer = shardopt.quantize_state(optimizer) if kind is torch.optim.NAdam else optimizer
+        if not isinstance(optimizer, shardopt.optim.ShardedOptimizer):
+            optimizer = shardopt.quantize_state(optimizer)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for _ in range(steps):
             weight(torch.ones(1, 64)).sum().backward()
