@@ -71,7 +71,8 @@ def save(
     saving fails. Waits up to 10 seconds for another save into the folder. Ranks may hold different parameters under
     different names (pipeline stages, experts): all are saved. Parameters and state that several ranks hold under one
     name must have the same bits; buffers are saved from the first rank. After 20 seconds the log names the ranks that
-    do not call this; after 600, or those in the environment variable ``SHARDOPT_WAIT_FOR_RANKS``, the others raise.
+    do not call this; the others raise after the process group's timeout (at least 600 seconds), or after the seconds in
+    the environment variable ``SHARDOPT_WAIT_FOR_RANKS``.
 
     Args:
         path: the folder, which all ranks must see, or a URL that the package fsspec opens, such as

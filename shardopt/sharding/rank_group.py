@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import (
 from shardopt.layout import RankGroup
 from shardopt.layout.rank_group import MissingRanksError
 
-#: Environment variable: for how many seconds a call waits for ranks that do not make it.
+#: Environment variable: seconds for which a call waits for ranks that do not make it; else as collectives, or 600.
 WAIT_FOR_RANKS = "SHARDOPT_WAIT_FOR_RANKS"
 _LATE_AFTER = 20.0  # seconds, after which a call that waits for other ranks says so
 _ALL_CAME = "all ranks came"
@@ -187,10 +187,10 @@ class _Meeting:
         self._store, self._number = _get_default_store(), counts[name]
         while self._store.check([self._key("end")]):  # it cannot have succeeded without this rank
             self._number += 1
-        setting = os.environ.get(WAIT_FOR_RANKS, "600")
+        setting = os.environ.get(WAIT_FOR_RANKS, f"{max(600.0, cast(Any, self._store).timeout.total_seconds()):f}")
         self._limit = float(setting) if re.fullmatch(r"[0-9]*\.?[0-9]+", setting) else 0.0
         if not self._limit:
-            raise ValueError(f"{WAIT_FOR_RANKS}: got {setting!r}, expected seconds above 0; unset it for 600")
+            raise ValueError(f"{WAIT_FOR_RANKS}: got {setting!r}, expected seconds above 0, such as 600")
         self._store.set(self._key(get_rank()), "")
         came = self._store.add(self._key("count"), 1)
         self._is_first = came == 1  # speaks for all that wait
@@ -218,8 +218,7 @@ class _Meeting:
             with suppress(RuntimeError):
                 self._end(f"{self._call} was ended on rank {get_rank()} by {type(error).__name__}")
             raise
-        outcome = self._store.get(self._key("end")).decode()
-        if outcome != _ALL_CAME:
+        if (outcome := self._store.get(self._key("end")).decode()) != _ALL_CAME:
             raise MissingRanksError(outcome)
         self._counts[self._name] = self._number + 1
         self._store.delete_key(self._key(get_rank()))
@@ -237,7 +236,8 @@ class _Meeting:
         """Names the ranks that have not come; empty if all have."""
         missing = [rank for rank in self._ranks if not self._store.check([self._key(rank)])]
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        return f"rank{'s'[: len(missing) > 1]} {', '.join(map(str, missing[:10]))}{more}" if missing else ""
+        what = "ranks" if len(missing) > 1 else "rank"
+        return f"{what} {', '.join(map(str, missing[:10]))}{more}" if missing else ""
 
 
 def rank_group_of(group: ProcessGroup | None) -> TorchRankGroup:

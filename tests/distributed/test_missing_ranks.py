@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,20 @@ def test_a_rank_that_is_interrupted(tmp_path: Path) -> None:
 
 def _interrupted(seconds: float) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.ranks(2)
+def test_as_long_as_collectives_wait(tmp_path: Path) -> None:
+    """For an hour here, by a clock that is 1,000 times too fast."""
+    store, clock = dist.distributed_c10d._get_default_store(), time.monotonic
+    before = store.timeout
+    store.set_timeout(timedelta(hours=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardopt.sharding.rank_group.time.monotonic", lambda: 1000 * clock())
+        if dist.get_rank() == 1:
+            time.sleep(1.2)
+        shardopt.checkpoint.save(tmp_path, make_net())
+    store.set_timeout(before)
 
 
 @pytest.mark.ranks(2)
