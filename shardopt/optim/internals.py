@@ -399,8 +399,8 @@ class Internals:
 def _row_mask(shape: Sequence[int], rows: Any) -> Tensor:
     """Whether each row of a parameter of this global shape is among ``rows``: bool, on the CPU."""
     mask = torch.zeros(shape[0] if shape else 1, dtype=torch.bool, device="cpu")
-    try:
-        mask[torch.as_tensor(rows) if isinstance(rows, list) and rows else rows] = True  # a list's floats would pass
+    try:  # a list is converted first, as floats in it would count as numbers of rows
+        mask[torch.as_tensor(rows, device="cpu") if isinstance(rows, list) and rows else rows] = True
     except (IndexError, TypeError, RuntimeError):
         raise ValueError(
             f"rows: got {rows!r:.80} for a parameter of shape {tuple(shape)}, expected the numbers of its rows, or a "
