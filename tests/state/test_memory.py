@@ -1,7 +1,8 @@
-"""The memory report adds up what is allocated."""
+"""The memory report adds up what is allocated, and the bytes in the optimizers' docstrings are true."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,26 @@ def test_master_weights(bits: int | None, total: float) -> None:
     assert report.host.master_weights == ROWS * COLS * {None: 0, 24: 1, 32: 2}[bits]
     assert round(report.bytes_per_parameter()["total"], 2) == total
     assert report.host.state == 2 * ROWS * COLS + 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "statement"),
+    [
+        ("adamw", "fp32", r"parameter: 8 with ``codec=\"fp32\"``"),
+        ("adamw", "log8", r"that is 2\.094 with \"log8\""),
+        ("lion", "log8", r"1\.031 with an 8-bit codec"),
+        ("momentum", "log8", r"1\.031 with an 8-bit codec"),
+        ("sgd", "log8", r"none\s+without momentum"),
+        ("prodigy", "fp32", r"parameter: 16 with ``codec=\"fp32\"``"),
+    ],
+)
+def test_docstrings_tell_the_bytes(rule: str, codec: str, statement: str) -> None:
+    said = re.search(statement, RULES[rule].optimizer.__base__.__doc__ or "")  # type: ignore[union-attr]
+    assert said, f"{statement} is not in the docstring"
+    number = re.search(r"\d+(\.\d+)?", said[0])
+    found = shardopt.memory_report(stepped(rule, codec=codec)).bytes_per_parameter()
+    expected = (float(number[0]) if number else 0) + 4 / (ROWS * COLS)  # the step count
+    assert found["state"] + found["scales"] == pytest.approx(expected, abs=5e-4)
 
 
 def test_other_optimizers_and_other_things() -> None:
