@@ -295,6 +295,8 @@ def _why_unreadable(folder: Folder, error: OSError) -> str:
     path = folder.path_of(INDEX_NAME)
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{path}: cannot be read: {error}"
+    if isinstance(error, NotADirectoryError):
+        return f"{folder}: got a file, expected a folder; give what torch.load reads of it to load_state_dict"
     names = folder.names()
     if not names:
         return (

@@ -328,10 +328,7 @@ class Bitsandbytes(Peer):
 
 
 def _read_moment(state: Entries, number: int, moment: Moment, name: str) -> Tensor | CodedMoment:
-    """One moment of a parameter's state (1: ``state1``, 2: ``state2``): a float tensor, or codes with their scales.
-
-    The number of scales decides which of ``_BLOCK_SIZES`` the blocks have.
-    """
+    """One moment of a parameter's state (1: ``state1``, 2: ``state2``): a float tensor, or codes with their scales."""
     what = f"{name}: state{number}"
     entries: list[Any] = [state.get(f"{key}{number}") for key in ("state", "qmap", "absmax")]
     codes, table, scales = entries

@@ -266,10 +266,7 @@ def _lacks_parts(tensor: StoredTensor, replicas: Replicas) -> bool:
 def _with_chosen_replicas(
     tensors: Mapping[str, StoredTensor], replicas: Mapping[str, Replicas], unequal: Collection[str], size: int
 ) -> dict[str, StoredTensor]:
-    """Chooses the replica to write of each tensor with a partition: its entry of the index, with ``start`` set.
-
-    Takes tensors by size, the largest first, so that the small ones even out what the ranks write.
-    """
+    """Sets ``start``, the replica to write, of each partitioned tensor: large ones first, as small ones even out."""
     stored: dict[str, StoredTensor] = {}
     bytes_of_first_rank = np.zeros(size)
     for name in sorted(replicas, key=lambda name: (-tensors[name].nbytes, name)):

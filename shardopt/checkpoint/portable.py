@@ -85,8 +85,8 @@ def save(
             all. Checkpoints of a run are folders beside each other whose names differ in the number at the end, such as
             ``step-1000`` and ``step-2000``; those with larger numbers stay, and do not count. On a file system with
             locks, folders of smaller numbers without a checkpoint go, too, unless a save into one is under way.
-        extra: other values to save, the same on all ranks: tensors, and values that JSON can hold, infinities and NaN,
-            with lists and dicts at most a hundred within each other.
+        extra: other values to save, the same on all ranks (if others differ, the log warns, and rank 0's are saved):
+            tensors, and values that JSON can hold, infinities and NaN, with at most a hundred nested lists and dicts.
 
     Raises:
         CheckpointError: the checkpoint could not be written, ranks hold different tensors under one name, some ranks
@@ -129,7 +129,7 @@ def async_save(
 
     Returns:
         A future that is done when the checkpoint is complete. The future's ``result()`` raises the errors of
-        :func:`save`. The future cannot be cancelled.
+        :func:`save`, which are logged, too. The future cannot be cancelled.
 
     Raises:
         RuntimeError: there is not enough host memory for the copy. Other ranks raise a CheckpointError that says so.
@@ -159,10 +159,7 @@ _thread: threading.Thread | None = None  # the thread of the last asynchronous s
 
 
 def _start_thread(future: _SaveFuture, work: Callable[[], None]) -> None:
-    """Starts a thread that runs ``work`` once the last save's thread has ended, and then completes ``future``.
-
-    One save at a time, so that the collectives of several saves do not mix: all ranks save in the same order.
-    """
+    """Starts a thread that runs ``work`` after the last save's thread, as their collectives must not mix."""
     global _thread
     last = _thread
     if last is None:
@@ -174,7 +171,8 @@ def _start_thread(future: _SaveFuture, work: Callable[[], None]) -> None:
             if last is not None:
                 last.join()
             work()
-        except BaseException as error:  # raised by the future's result()
+        except BaseException as error:  # raised by the future's result(), which nobody may call
+            _logger.error("async_save failed: %s", error)
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -9,21 +9,26 @@ removed: folders beside this one whose names differ in the number at the end.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 
 from shardopt.checkpoint.contents import Contents
 from shardopt.checkpoint.data_file import check_lengths, write_data_file
 from shardopt.checkpoint.errors import CheckpointError, LostRanksError
+from shardopt.checkpoint.header import to_json
 from shardopt.checkpoint.index import INDEX_NAME, Index, StoredFile, data_file_name, dump_index, is_own_name, load_index
 from shardopt.checkpoint.plan import Plan, Planning
 from shardopt.checkpoint.ranks import Ranks
 from shardopt.checkpoint.replicas import check_replicas, replica_digests
 from shardopt.checkpoint.storage import LOCK_NAME, Folder
+from shardopt.checkpoint.wording import few
 
+_logger = logging.getLogger("shardopt")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _PATIENCE = 10.0  # seconds to wait for the lock: a killed process may take some time to end
 
@@ -45,8 +50,12 @@ def write_checkpoint(folder: Folder, keep_last: int | None, collect: Callable[[]
     with ExitStack() as lock:
         planning, messages = ranks.exchange(described)
         contents, plan = planning.contents, planning.plan(messages)
-        _, tokens = ranks.exchange(lambda: (None, _prepare_folder(folder, ranks.rank, lock)))
-        token = tokens[0].decode()
+        digest = sha256(to_json(contents.header["extra"]).encode()).digest()
+        _, tokens = ranks.exchange(lambda: (None, digest + _prepare_folder(folder, ranks.rank, lock)))
+        token = tokens[0][32:].decode()
+        if ranks.rank == 0 and any(each[:32] != digest for each in tokens):
+            text = "save got extra values that differ between ranks (of %s), and saves rank 0's; gather them before"
+            _logger.warning(text, few(contents.header["extra"]))
         name = data_file_name(token, ranks.rank)
         try:
             written = ranks.all_gather_numbers(lambda: _write(folder, name, plan, contents, ranks.rank))
@@ -72,10 +81,7 @@ def write_checkpoint(folder: Folder, keep_last: int | None, collect: Callable[[]
 
 
 def _prepare_folder(folder: Folder, rank: int, lock: ExitStack) -> bytes:
-    """Makes the folder. The first rank also locks it, until ``lock`` ends, and removes stray files.
-
-    Returns a token for the names of the save's files on the first rank, nothing on others.
-    """
+    """Makes the folder. The first rank locks it until ``lock`` ends, cleans it, and returns a token for file names."""
     try:
         folder.make()
     except OSError as error:

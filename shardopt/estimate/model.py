@@ -85,7 +85,7 @@ class Model:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"got --config without the package {error.name}, expected transformers; pip install "
-                "'shardopt[transformers]', or give the number of parameters instead, such as 7B"
+                "transformers, or give the number of parameters instead, such as 7B"
             ) from None
         if not Path(path).exists():
             raise FileNotFoundError(f"{path}: there is no such file, expected a config.json downloaded from the Hub")

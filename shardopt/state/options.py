@@ -111,11 +111,13 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], error: type[Exc
 
 
 def refuse_misspelt(keys: Iterable[str], known: Collection[str]) -> None:
-    """Raises ValueError if a key of a param group looks like a misspelt option. Any other key is allowed, as in torch.
+    """Raises ValueError if a key looks like a misspelt option, or is Muon's alone. Any other is allowed, as in torch.
 
     Users and frameworks have keys of their own, also with an option's name and more words: ``no_weight_decay``.
     """
     for key in keys:
+        if key == "algorithm" and key not in known:  # muon_groups: learning rates of Muon would ruin AdamW's run
+            raise ValueError("got a param group of muon_groups, which has algorithm=; use Muon8bit, or param_groups")
         near = get_close_matches(key, known, n=1, cutoff=0.8)
         if key not in known and near and not set(near[0].split("_")) <= set(key.split("_")):
             raise ValueError(f"got unknown option {key!r} in a param group, expected {near[0]!r}; rename the key")

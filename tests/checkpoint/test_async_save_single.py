@@ -34,7 +34,7 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
+def test_async_save_is_of_the_moment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     expected = everything(model, optimizer)
     saving = shardopt.checkpoint.async_save(tmp_path, model, optimizer)
@@ -44,6 +44,7 @@ def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot make this folder"):
         shardopt.checkpoint.async_save(tmp_path / "file", model, optimizer).result()
+    assert [text[:19] for text in caplog.messages] == ["async_save failed: "]
 
 
 def memory_of(saving: Future[None]) -> int:

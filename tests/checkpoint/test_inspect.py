@@ -64,5 +64,7 @@ def test_damage_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> 
     flip(the_data_file(saved), 100)
     assert main(["inspect", str(saved)]) == 1
     assert "checksum" in capsys.readouterr().err
+    assert main(["inspect", str(the_data_file(saved))]) == 1
+    assert "got a file, expected a folder" in capsys.readouterr().err
     assert main(["inspect", str(saved / "nothing")]) == 1
     assert "there is no such folder" in capsys.readouterr().err

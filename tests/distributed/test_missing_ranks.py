@@ -96,6 +96,17 @@ def test_a_call_on_one_rank(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.ranks(3)
+def test_extra_values_that_differ_are_logged(tmp_path: Path) -> None:
+    model, rank = WAYS["fsdp"](make_net()), dist.get_rank()
+    for name, value in (("epoch", 3), ("seed", rank)):
+        with _limit(60.0) as logged:
+            shardopt.checkpoint.save(tmp_path, model, **{name: value})
+        text = "save got extra values that differ between ranks (of seed), and saves rank 0's; gather them before"
+        assert logged == ([text] if name == "seed" and rank == 0 else [])
+    assert shardopt.checkpoint.load(tmp_path, model).extra == {"seed": 0}
+
+
+@pytest.mark.ranks(3)
 def test_a_rank_that_is_late(tmp_path: Path) -> None:
     """One rank says so, once; afterwards the store has no key of the call."""
     model = WAYS["ddp"](make_net())

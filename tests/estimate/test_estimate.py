@@ -148,7 +148,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
 
 def test_without_transformers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'shardopt[transformers]'" in failure(capsys, "--config", "config.json")
+    assert "pip install transformers" in failure(capsys, "--config", "config.json")
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

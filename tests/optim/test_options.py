@@ -194,6 +194,8 @@ def test_misspelt_options_in_param_groups(key: str, meant: str) -> None:
     for add in (lambda group: shardopt.AdamW8bit([group]), optimizer.add_param_group):
         with pytest.raises(ValueError, match=f"got unknown option '{key}' in a param group, expected '{meant}'"):
             add({"params": [Parameter(torch.zeros(3))], key: 1})
+    with pytest.raises(ValueError, match=r"got a param group of muon_groups.*; use Muon8bit, or param_groups"):
+        shardopt.AdamW8bit(shardopt.muon_groups(torch.nn.Linear(64, 64)))
     assert len(optimizer.param_groups) == 1
 
 
