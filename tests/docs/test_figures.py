@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +25,6 @@ def run(script: Path) -> dict[str, Any]:
 def test_figures(script: Path) -> None:
     found = run(script)
     assert found["figure"]() == found["TARGET"].read_text(), f"run python docs/figures/{script.name}"
-
-
-#: Prints the files of each drawing: in a process of its own, in which no other test has left anything behind.
-CALLS = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from trace_calls import trees
-print(json.dumps({name: [node.name for _, node in root.walk()] for name, root in trees().items()}))
-"""
-
-
-def test_the_drawings_of_calls_have_the_files_that_are_called(tmp_path: Path) -> None:
-    """Descriptions of files may be older than the files'; names and order may not."""
-    command = [sys.executable, "-c", CALLS, str(FIGURES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    for name, expected in json.loads(done.stdout).items():
-        drawn = re.findall(r"</?rect[^>]*>\n<text[^>]*>([^<]*)</text>", (FIGURES / f"calls-{name}.svg").read_text())
-        assert drawn == expected, f"calls-{name}.svg: run python docs/figures/trace_calls.py"
 
 
 def test_codec_errors() -> None:
