@@ -39,7 +39,7 @@ def test_a_shard_that_does_not_know_the_other_parts_is_refused() -> None:
 
 
 def test_a_shard_that_only_its_attributes_name_is_refused() -> None:
-    """Those of torch.distributed.checkpoint's CheckpointableTensor, which a whole tensor may have, too."""
+    """A shard with the attributes of torch's CheckpointableTensor is refused; a whole tensor with them is stepped."""
     param = Parameter(torch.ones(8, 130))
     param.grad, param.global_offsets, param.global_shape = torch.ones(8, 130), ((8, 0),), (16, 130)
     optimizer = shardopt.AdamW8bit([param])
