@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.layout import RankGroup, all_reduce_any
+from shardopt.layout import RankGroup, all_reduce_any, meet
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a description: whether the parameter has a gradient
@@ -143,8 +143,11 @@ class StepPlan:
         Raises:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
                 changed.
+            MissingRanksError: some ranks did not call their first step.
         """
-        if agreed is not None:
+        if agreed is None:  # before the first collective, which would hang if only some ranks call step()
+            meet(self._sets, "step", once=self.is_single)
+        else:
             self._on_gpus = agreed._on_gpus
         last = {} if agreed is None else agreed._digests
         sets = list(self._sets)
