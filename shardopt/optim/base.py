@@ -20,7 +20,7 @@ from shardopt.layout import assigned, copies_in, number_parameters, read_model
 from shardopt.layout.names import number_of, set_numbers
 from shardopt.optim.interface import OptimizerInterface
 from shardopt.optim.internals import Internals
-from shardopt.optim.loading import HELD_ELEMENTS, WrappedState, convert_state_dict, flat_ranges
+from shardopt.optim.loading import HELD_ELEMENTS, WrappedState, convert_state_dict, flat_ranges, mark_held_indices
 from shardopt.removed import OPTIONS, explain_removed
 from shardopt.state.full_precision import check_float32_weights, float32_weights, store_float32_weights
 from shardopt.state.loaded_entries import check_keys
@@ -322,6 +322,8 @@ class ShardedOptimizer(OptimizerInterface):
                     moments = self._internals.state_of(param, group).decode(state)
                     row_moments = {ROW_MOMENTS: state[ROW_MOMENTS].clone()} if ROW_MOMENTS in state else {}
                     states[index] = {"step": state["step"].clone(), **moments, **row_moments}
+        for index, (_, param) in enumerate(self._all_params()):
+            mark_held_indices(param, state_dict["state"].get(index, {}))
         return state_dict
 
     @without_autograd

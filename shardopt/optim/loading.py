@@ -39,6 +39,10 @@ from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 #: Key in a state dict's param groups for the ranges of flat shards that it has state of; see :func:`flat_ranges`.
 HELD_ELEMENTS = "held_elements"
 
+#: Attribute of DTensors in a state dict for the part that this rank holds, which torch.save keeps: a rank that loads
+#: another rank's file would take its part for its own. torch.distributed.checkpoint loads into this rank's tensors.
+_HELD_INDICES = "shardopt_held_indices"
+
 #: Key in a state dict's param groups for the names of moments in packed state; see :func:`packed_moments`.
 PACKED_MOMENTS = "packed_moments"
 
@@ -147,6 +151,10 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
                 left_out = tensor_spec_of(param, options, unneeded).entries.keys() - spec.entries.keys()
                 left_out |= {moment.name for moment in unneeded}  # entries of torch, or dequantized ones
                 entries = {key: value for key, value in entries.items() if key not in left_out}
+            marked = [
+                getattr(entry, _HELD_INDICES) for entry in (entries or {}).values() if hasattr(entry, _HELD_INDICES)
+            ]
+            is_of_this_rank &= all(indices == _held_indices(param) for indices in marked)
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
         with as_value_error(f"param group {number}"):
             expected = packed_moments(specs)
@@ -180,6 +188,18 @@ def flat_ranges(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
         shards = [segment.shard for segment in shard.segments] if isinstance(shard, FlatBuffer) else [shard]
         ranges.append([[flat.start, flat.end] for flat in shards if isinstance(flat, FlatShard)])
     return ranges if any(ranges) else None
+
+
+def mark_held_indices(param: Tensor, state: Mapping[str, Any]) -> None:
+    """Marks the DTensors in a parameter's state with the part that this rank holds; see ``_HELD_INDICES``."""
+    for entry in state.values():
+        if isinstance(entry, Tensor) and type(entry) is not Tensor:
+            setattr(entry, _HELD_INDICES, _held_indices(param))
+
+
+def _held_indices(param: Tensor) -> list[list[int]]:
+    """Per dimension the range ``[start, end]`` that this rank holds of a DTensor."""
+    return [[*indices] for indices in shard_of(param).indices]
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:

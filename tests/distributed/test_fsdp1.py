@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
+    fully_shard,
 )
 from torch.distributed.fsdp import StateDictType as Type
 
@@ -365,18 +367,22 @@ def test_state_of_another_rule_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("orig", "dequantize"), [(True, True), (False, False)])
-def test_state_of_another_rank_is_refused(orig: bool, dequantize: bool) -> None:
-    """Rank 0's file on every rank: the shapes of this model's shards happen to agree."""
-    model = fsdp1(nn.Sequential(nn.Linear(64, 64, bias=False)), [], use_orig_params=orig)
+@pytest.mark.parametrize(("way", "dequantize"), [("orig", True), ("flat", False), ("fsdp2", True), ("fsdp2", False)])
+def test_state_of_another_rank_is_refused(tmp_path: Path, way: str, dequantize: bool) -> None:
+    """Rank 0's file on every rank: the shapes of this model's shards happen to agree. DTensors are rank 0's."""
+    net, is_first = nn.Sequential(nn.Linear(64, 64, bias=False)), dist.get_rank() == 0
+    model = fully_shard(net) if way == "fsdp2" else fsdp1(net, [], use_orig_params=way == "orig")
     optimizer = shardopt.AdamW8bit(model.parameters(), **SMALL)
     step_with(model, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict())
-    shared = [optimizer.state_dict(dequantize=dequantize)]
-    dist.broadcast_object_list(shared)
-    whose = "another rank's" if dist.get_rank() == 0 else "this rank's"
-    with pytest.raises(ValueError, match=f"got the state of other elements than {whose}"):
-        optimizer.load_state_dict(shared[0])
+    if is_first:
+        torch.save(optimizer.state_dict(dequantize=dequantize), tmp_path / "saved")
+    dist.barrier()
+    loaded = torch.load(tmp_path / "saved", weights_only=True)
+    if way != "fsdp2" or not is_first:
+        whose = "another rank's" if is_first else "this rank's"
+        with pytest.raises(ValueError, match=f"got the state of other elements than {whose}"):
+            optimizer.load_state_dict(loaded)
     assert_unchanged(optimizer, before)
 
 
