@@ -180,10 +180,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def reload(self) -> None:
-        """Moves the state back after :meth:`offload`, with the same bits; does nothing without one before.
-
-        The next step would call this itself.
-        """
+        """Moves the state back after :meth:`offload`, if there was one, with the same bits. The next step would, too."""
         self._internals.residency.wake()
 
     @without_autograd

@@ -79,7 +79,13 @@ def clip_grad_norm_(
             f"norm_type: got {norm_type}, expected 2 or inf, whose results do not depend on the order of the elements; "
             "use torch.nn.utils.clip_grad_norm_ for others"
         )
-    optimizers = _optimizers(optimizer)
+    optimizers: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    for each in optimizers:
+        if not isinstance(each, ShardedOptimizer):
+            raise TypeError(
+                f"optimizer: got {type(each).__name__}, expected an optimizer of shardopt, which multiplies gradients "
+                "as it reads them; leave optimizer= out, and the gradients are multiplied in place"
+            )
     held_releases = list(filter(None, (each._internals.held_release for each in optimizers)))
     _refuse_released(params, held_releases)
     for release in held_releases:
@@ -109,20 +115,6 @@ def clip_grad_norm_(
     finally:
         norm.forget_gradients()  # else the cache would keep them alive
     return total
-
-
-def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[ShardedOptimizer]:
-    """The argument ``optimizer`` as a list, after checking that each can multiply gradients in its next step."""
-    optimizers: list[ShardedOptimizer] = []
-    given = [given] if isinstance(given, Optimizer) else given or ()
-    for optimizer in given:
-        if not isinstance(optimizer, ShardedOptimizer):
-            raise TypeError(
-                f"optimizer: got {type(optimizer).__name__}, expected an optimizer of shardopt, which multiplies "
-                "gradients as it reads them; leave optimizer= out, and the gradients are multiplied in place"
-            )
-        optimizers.append(optimizer)
-    return optimizers
 
 
 def _refuse_released(params: Sequence[Tensor], given: Sequence[Any]) -> None:

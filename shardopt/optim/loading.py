@@ -194,12 +194,7 @@ def mark_held_indices(param: Tensor, state: Mapping[str, Any]) -> None:
     """Marks the DTensors in a parameter's state with the part that this rank holds; see ``_HELD_INDICES``."""
     for entry in state.values():
         if isinstance(entry, Tensor) and type(entry) is not Tensor:
-            setattr(entry, _HELD_INDICES, _held_indices(param))
-
-
-def _held_indices(param: Tensor) -> list[list[int]]:
-    """Per dimension the range ``[start, end]`` that this rank holds of a DTensor."""
-    return [[*indices] for indices in shard_of(param).indices]
+            setattr(entry, _HELD_INDICES, shard_of(param).indices)
 
 
 def checked_containers(state_dict: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
@@ -323,11 +318,6 @@ def _check_format(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                 f"got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the optimizer with "
                 f"{option}={saved[option]!r}, or go through state_dict(dequantize=True)"
             )
-    if saved.get(HELD_ELEMENTS) and saved.get("exact_cut_blocks") is False:
-        raise ValueError(
-            "got state of flat shards saved with exact_cut_blocks=False by an earlier version, expected one scale per "
-            "block; save a portable checkpoint with that version, and load that"
-        )
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
