@@ -180,7 +180,7 @@ class ShardedOptimizer(OptimizerInterface):
 
     @without_autograd
     def reload(self) -> None:
-        """Moves the state back after :meth:`offload`, if there was one, with the same bits. The next step would, too."""
+        """Moves the state back after :meth:`offload`, if there was one, with the same bits; so does a step."""
         self._internals.residency.wake()
 
     @without_autograd

@@ -38,7 +38,6 @@ _SAMPLED_GRADIENTS = 16
 
 _CPU = torch.device("cpu")
 
-
 #: All releases of gradients (shardopt/release/backward.py) in this process that have begun and not ended.
 releases: WeakSet[Any] = WeakSet()
 

@@ -154,7 +154,7 @@ def _match(internals: Internals, state_dict: StateDict) -> _Matched:
             marked = [
                 getattr(entry, _HELD_INDICES) for entry in (entries or {}).values() if hasattr(entry, _HELD_INDICES)
             ]
-            is_of_this_rank &= all(indices == _held_indices(param) for indices in marked)
+            is_of_this_rank &= all(indices == shard_of(param).indices for indices in marked)
             loaded.append(_LoadedParameter(param, index, name, spec, entries))
         with as_value_error(f"param group {number}"):
             expected = packed_moments(specs)

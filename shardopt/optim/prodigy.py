@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from shardopt.state.rule import Rule
 
 #: Options of the estimate ``d``, in which all param groups must agree.
 _ESTIMATE_OPTIONS = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
+_AGREED = itemgetter("lr", "beta3", "betas", *_ESTIMATE_OPTIONS)
 
 
 class Prodigy(ShardedOptimizer):
@@ -66,9 +68,11 @@ class Prodigy(ShardedOptimizer):
             Moment("s", signed=True, wide=True),
             Moment("p0", signed=True, exact=True),
         ),
+        shared=("d", "bias_correction"),
     )
     flags = ("decouple", "use_bias_correction", "safeguard_warmup")
     decoupled = "decouple"
+    _agreed: Sequence[tuple[Any, ...]] = ()  # options of the param groups that agreed in the last step
 
     def __init__(
         self,
@@ -97,18 +101,15 @@ class Prodigy(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Adds ``d``, ``beta3`` and ``bias_correction`` to the hyper-parameters, and multiplies ``eps`` by ``d``."""
         first = self.param_groups[0]
-        return {
-            **super().hyper(group),
-            "beta3": _beta3(group),
-            "eps": first["d"] * group["eps"],
-            "d": first["d"],
-            "bias_correction": _bias_correction(first),
-        }
+        of_first = {"d": first["d"], "bias_correction": _bias_correction(first)}
+        return {**super().hyper(group), **of_first, "beta3": _beta3(group), "eps": first["d"] * group["eps"]}
 
     def prepare_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
+        values_of = [_AGREED(group) for group in groups]
+        if values_of == self._agreed and not any(isinstance(lr, Tensor) for lr, *_ in values_of):  # may change in place
+            return
         for group in groups:  # schedulers may have set values that cannot be compared
             convert_sequences(group)
             self.check_group(group)
@@ -121,6 +122,7 @@ class Prodigy(ShardedOptimizer):
                     f"{name}: got {' and '.join(map(repr, values))} in different param groups, expected the same"
                     f"{' or 0' if name == 'lr' else ''}: d is one for all; {REMEDY}"
                 )
+        self._agreed = [_AGREED(group) for group in groups]
 
     def hyper_from_totals(self, totals: Sequence[float]) -> Sequence[Mapping[str, float]]:
         """Estimates ``d`` for the next step, as prodigyopt does, and writes it into all param groups.

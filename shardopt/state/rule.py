@@ -46,12 +46,14 @@ class Rule:
             pass that computes them.
         orthogonalized: how directions are orthogonalized, for a rule that writes directions where others write
             parameters; otherwise None.
+        shared: hyper-parameters that steps change, alike for all param groups, and that the first group's values give.
     """
 
     name: str
     moments: tuple[Moment, ...]
     has_sums: bool = True
     orthogonalized: Orthogonalized | None = None
+    shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kinds, expected = tuple(moment.kind for moment in self.moments), _C.rules[self.name]["moments"]

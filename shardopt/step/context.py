@@ -38,8 +38,6 @@ class StepContext(Protocol):
     def take_totals(self, totals: Tensor | None) -> Sequence[Mapping[str, float]]:
         """Computes hyper-parameters from sums over all parameters: int64, (sums, words); None if this rank has no sums.
 
-        Collective if other ranks' optimizers have the model's other parameters (ZeroRedundancyOptimizer).
-
-        Returns:
-            Per param group, the hyper-parameters that replace the group's own in the current step.
+        Collective if other ranks' optimizers have the model's other parameters (ZeroRedundancyOptimizer). Returns, per
+        param group, those that replace the group's own in the current step.
         """

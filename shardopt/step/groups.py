@@ -18,7 +18,7 @@ class Group(NamedTuple):
     """The options of a param group in a step, checked and converted for the kernels.
 
     Attributes:
-        rule: the update rule, such as Adam's.
+        rule: the update rule.
         table_format: the options in :data:`shardopt.state.options.TABLE_FORMAT`, whose change needs new tables.
         hyper: the rule's hyper-parameters.
         lr: the learning rate if it is a tensor on a GPU, which the kernels read there; ``hyper["lr"]`` is then 0.
@@ -44,7 +44,7 @@ class GroupTables:
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
-        self._from_totals: Sequence[Mapping[str, float]] | None = None
+        self._of_step: Sequence[Mapping[str, float]] = ()  # per param group; see override()
         self._tables: dict[tuple[torch.device, object], npt.NDArray[np.void]] = {}
         self._lr: dict[tuple[torch.device, int], Tensor] = {}  # float32, by device and index of the param group
 
@@ -65,24 +65,32 @@ class GroupTables:
             table["lr"][list(rates)] = 0
         return is_valid
 
-    def follow_totals(self, hyper: Sequence[Mapping[str, float]] | None) -> None:
-        """Overrides each param group's hyper-parameters by values computed from totals; None ends the override."""
-        if hyper is not self._from_totals:
-            self._from_totals = hyper
-            self._tables.clear()
+    def override(self, hyper: Sequence[Mapping[str, float]]) -> None:
+        """Overrides hyper-parameters of each param group, or none, by values of the present step."""
+        self._of_step = hyper
+        if hyper:
+            self._tables = {key: self._overridden(table.copy()) for key, table in self._tables.items()}
+
+    def _overridden(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        for index, hyper in enumerate(self._of_step):
+            names = _C.rules[self.groups[index].rule.name]["hyper"]
+            for name, value in hyper.items():
+                table["hyper"][index, names.index(name)] = value
+        return table
 
     def rows_for(
         self, kernel_device: torch.device, scales: tuple[tuple[int, float], ...] | None = None
     ) -> npt.NDArray[np.void]:
         """The table of options for the kernels of a device: a row per param group, or per entry of ``scales``.
 
-        ``scales`` are given for Muon's second pass, which updates weights by orthogonalized directions: per row the
-        index of the param group, and a factor of its learning rate.
+        ``scales`` are for Muon's second pass, which updates weights by orthogonalized directions: per row the index of
+        the param group, and a factor of its learning rate.
         """
         key = (kernel_device, scales)
         if key not in self._tables:
             which = [(index, None) for index in range(len(self.groups))] if scales is None else scales
-            self._tables[key] = np.array([self._row(kernel_device, *each) for each in which], _C.group_row)
+            table = np.array([self._row(kernel_device, *each) for each in which], _C.group_row)
+            self._tables[key] = self._overridden(table)
         return self._tables[key]
 
     def _row(self, kernel_device: torch.device, index: int, scale: float | None) -> tuple[Any, ...]:
@@ -93,8 +101,6 @@ class GroupTables:
         """
         group = self.groups[index]
         rule, hyper, sign = group.rule.name, group.hyper, group.gradient_sign
-        if self._from_totals is not None:
-            hyper = {**hyper, **self._from_totals[index]}
         lr = 0
         if group.lr is not None and kernel_device.type == "cpu":
             hyper = {**hyper, "lr": float(group.lr)}

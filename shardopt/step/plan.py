@@ -40,8 +40,7 @@ def plan_of(
 def _exchanging_ranks(parameter: StepParameter, slice_: SliceSpec, group: Group) -> dict[RankGroup, bool]:
     """The sets of ranks within which a step exchanges data of a slice, or would exchange data with other options.
 
-    Returns:
-        Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
+    Per set of ranks, whether a gradient must exist on all ranks of the set or on none of them.
     """
     shard, rule = slice_.shard, group.rule
     # Blocks that flat shards cut are exchanged in every step, and those of column shards only with a gradient.

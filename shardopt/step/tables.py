@@ -62,10 +62,8 @@ class StepTables:
         waves = [wave for of_device in self._waves.values() for wave in of_device]
         self._in_waves = {index for wave in waves for index in wave.parameters}  # their rows are in the waves
         self._cuts = self._make_cuts()
-        extreme_addresses: ExtremeAddresses = {}
-        for cuts in (*self._cuts.values(), *(wave.cuts for wave in waves)):
-            if cuts is not None:
-                extreme_addresses.update(cuts.extreme_addresses)
+        all_cuts = filter(None, (*self._cuts.values(), *(wave.cuts for wave in waves)))
+        extreme_addresses = dict(item for cuts in all_cuts for item in cuts.extreme_addresses.items())
         rows: list[tuple[Any, ...]] = []
         for parameter in ready:
             param = params[parameter.index]
@@ -92,12 +90,9 @@ class StepTables:
         rules = [group.rule for group in self.groups.groups]
         if not any(rule.sum_count for rule in rules):
             return None
-        summed = []
-        for parameter in self.parameters:
-            if parameter.spec is not None and rules[parameter.group].sum_count:
-                offload = self._context.residency.decide(params[parameter.index]).offload
-                summed.append((parameter, rules[parameter.group], kernel_device(parameter.device, offload)))
-        return ExactSums(summed)
+        summed = [p for p in self.parameters if p.spec is not None and rules[p.group].sum_count]
+        offload_of = {p.index: self._context.residency.decide(params[p.index]).offload for p in summed}
+        return ExactSums([(p, rules[p.group], kernel_device(p.device, offload_of[p.index])) for p in summed])
 
     def _make_cuts(self) -> dict[torch.device, CutBlocks | None]:
         """By device, the all-reduces of cut blocks outside of waves; None without them, as for FSDP2's whole rows."""
@@ -145,7 +140,9 @@ class StepTables:
         if has_changed := kinds != self._kinds:
             self._select(np.frombuffer(kinds, dtype=np.uint8))
             self._kinds = kinds
-        self.groups.follow_totals(None)
+        self._param_groups, shared = param_groups, self.groups.groups[0].rule.shared if self.groups.groups else ()
+        hyper = self._context.group_of(param_groups[0]).hyper if shared else {}
+        self.groups.override([{name: hyper[name] for name in shared}] * len(param_groups) if shared else ())
         self._scaling = scaling
         for device, batches in self._batches.items():
             for batch in batches:
@@ -194,7 +191,8 @@ class StepTables:
             batch.call.run(_C.Phase.sums)
         sums.all_reduce()
         if any(group.rule.has_totals for group in self.groups.groups):
-            self.groups.follow_totals(self._context.take_totals(sums.total()))
+            self.groups.override(self._context.take_totals(sums.total()))
+            self.watched.changed_groups(self._param_groups)  # the next step need not check what this one has written
             for batch in batches:
                 batch.update(False, self.groups.rows_for(batch.kernel_device), self._scaling)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,7 +57,11 @@ def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
     assert_same(everything(several), everything(one))
     for optimizer in (one, several):
         optimizer.add_param_group({"params": [Parameter(torch.ones(3, 7))], **options})
+        optimizer.param_groups[0]["d"] *= 1.5  # by hand, in the first group alone
     assert steps(one, 3, first=10) == steps(several, 3, first=10)
+    with patch.object(type(several), "check_group") as check:  # a step checks the first group, which others follow
+        steps(several, 1, first=13)
+    assert {id(call.args[0]) for call in check.call_args_list} == {id(several.param_groups[0])}
     resumed = prodigy([{"params": params_of(), "d0": 1e-3, "d": 0.5, "d_max": 0.6}])
     assert (resumed.param_groups[0]["d"], resumed.param_groups[0]["d_max"]) == (0.5, 0.6)
 
