@@ -1,4 +1,4 @@
-"""Writes RESULTS.md, README's table of speeds, and the figures of benchmarks in docs/, from the files in results/.
+"""Writes RESULTS.md, README's sentence on speed, and the figures of benchmarks in docs/, from the files in results/.
 
 python benchmarks/write_results.py            # after a run with --json
 python benchmarks/write_results.py --gpu FILE # first takes the races of launch/gpu_first.sh's first.json into results/
@@ -62,7 +62,7 @@ SHOWN = {
     "zero_offload": Shown(6, ("ratio",)),
     "gpu_first": Shown(12, ("median", "of a copy's", "predicted")),
 }
-#: Optimizers in README's table, by the names of their rows.
+#: Optimizers in the table at the head of RESULTS.md, by the names of their rows.
 SPEEDS = {
     "shardopt log8": "`shardopt.AdamW8bit`, log8",
     "shardopt companded8": "`shardopt.AdamW8bit`, companded8",
@@ -170,7 +170,7 @@ def results(found: Tables) -> str:
 
 
 def speeds(found: Tables) -> str:
-    """README's table of speeds."""
+    """The table at the head of RESULTS.md."""
     tables = found["step_cpu"]
     lines = [line(["ms, median", *(short(table.kind) for table in tables)]), line(["---"] * (1 + len(tables)))]
     for row, name in SPEEDS.items():
@@ -186,8 +186,18 @@ def speeds(found: Tables) -> str:
     return "\n".join(lines)
 
 
+def sentence(found: Tables) -> str:
+    """README's sentence on speed."""
+    first = found["step_cpu"][0]
+    log8, companded8, deepspeed, torch = (first.texts("median")[row] for row in SPEEDS)
+    return (
+        f"On {short(first.kind)} a step of 67 million parameters takes {log8} ms with log8 and {companded8} with companded8; "
+        f"with float32 state DeepSpeedCPUAdam takes {deepspeed}\nand torch's fused AdamW {torch}."
+    )
+
+
 def readme(found: Tables, text: str) -> str:
-    """README.md with the table of speeds in its place.
+    """README.md with the sentence on speed in its place.
 
     Raises:
         ValueError: the place is not marked.
@@ -195,8 +205,8 @@ def readme(found: Tables, text: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"got a README without {BEGIN!r} and {END!r}; put these lines around its table of speeds")
-    return f"{before}{BEGIN}\n\n{speeds(found)}\n\n{END}{after}"
+        raise ValueError(f"got a README without {BEGIN!r} and {END!r}; put these lines around its sentence on speed")
+    return f"{before}{BEGIN}\n{sentence(found)}\n{END}{after}"
 
 
 @dataclass(frozen=True)
