@@ -66,8 +66,8 @@ def run_program(args: argparse.Namespace) -> int:
     finally:
         counting.remove()
         for module, name, kind in args.replace:
-            if not any(issubclass(each, kind) for each in stepped):
-                found = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in stepped)) or "no optimizer"
+            if stepped and not any(issubclass(each, kind) for each in stepped):
+                found = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in stepped))
                 text = f"--replace {module}.{name}={kind.__name__} replaced nothing: the program stepped {found}"
                 print(f"shardopt run: {text}; name the class that it uses, with its package", file=sys.stderr)
     return 0

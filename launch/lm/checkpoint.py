@@ -77,11 +77,8 @@ def load(path: Path, learner: Learner) -> None:
         UserError: the checkpoint cannot be loaded: it is damaged, or of another model or codec.
         RanksLost: another rank is gone.
     """
-    kept = [{key: value for key, value in group.items() if key != "params"} for group in learner.optimizer.param_groups]
     with _user_errors(f"cannot load the checkpoint {path}"):
-        shardopt.checkpoint.load(path, learner.module, learner.optimizer)
-    for group, options in zip(learner.optimizer.param_groups, kept, strict=True):
-        group.update(options)
+        shardopt.checkpoint.load(path, learner.module, learner.optimizer, hyper_parameters="keep")
 
 
 def contents(path: Path) -> dict[str, bytes]:
