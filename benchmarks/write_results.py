@@ -191,8 +191,8 @@ def sentence(found: Tables) -> str:
     first = found["step_cpu"][0]
     log8, companded8, deepspeed, torch = (first.texts("median")[row] for row in SPEEDS)
     return (
-        f"On {short(first.kind)} a step of 67 million parameters takes {log8} ms with log8 and {companded8} with companded8; "
-        f"with float32 state DeepSpeedCPUAdam takes {deepspeed}\nand torch's fused AdamW {torch}."
+        f"On {short(first.kind)} a step of 67 million parameters takes {log8} ms with log8 and {companded8} with "
+        f"companded8; with float32 state DeepSpeedCPUAdam\ntakes {deepspeed} and torch's fused AdamW {torch}."
     )
 
 

@@ -38,7 +38,6 @@ from shardopt.state.tensor_spec import TensorSpec, tensor_spec_of
 
 #: Key in a state dict's param groups for the ranges of flat shards that it has state of; see :func:`flat_ranges`.
 HELD_ELEMENTS = "held_elements"
-
 #: Attribute of DTensors in a state dict for the part that this rank holds, which torch.save keeps: a rank that loads
 #: another rank's file would take its part for its own. torch.distributed.checkpoint loads into this rank's tensors.
 _HELD_INDICES = "shardopt_held_indices"
@@ -318,6 +317,11 @@ def _check_format(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                 f"got state saved with {option}={saved[option]!r}, expected {group[option]!r}; make the optimizer with "
                 f"{option}={saved[option]!r}, or go through state_dict(dequantize=True)"
             )
+    if saved.get(HELD_ELEMENTS) and saved.get("exact_cut_blocks") is False:
+        raise ValueError(
+            "got state of flat shards saved with exact_cut_blocks=False by an earlier version, expected one scale per "
+            "block; save a portable checkpoint with that version, and load that"
+        )
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -229,15 +229,11 @@ def _options(parts: Sequence[_Part], patterns: _Patterns, rates: UMup | None, of
         found.append(dict(sorted(options.items())))
         if _comparable(found[0]) != _comparable(found[-1]):
             raise ValueError(
-                f"got {parts[0].names[0]} with {_shown(found[0])} and {part.names[0]} with {_shown(found[-1])} in one "
-                "flat parameter, expected the same options for all of its parts; wrap the model with "
-                "use_orig_params=True, or wrap modules whose parameters need options of their own by themselves"
+                f"got {parts[0].names[0]} with {found[0] or 'no options'} and {part.names[0]} with "
+                f"{found[-1] or 'no options'} in one flat parameter, expected the same for all of its parts; wrap the "
+                "model with use_orig_params=True, or by themselves the modules whose parameters need other options"
             )
     return found[0]
-
-
-def _shown(options: _Options) -> str:  # in errors
-    return ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
 
 
 def _comparable(options: _Options) -> _Options:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,15 +151,11 @@ def test_a_rank_that_is_interrupted(tmp_path: Path) -> None:
     model = WAYS["ddp"](make_net())
     with _limit(20.0), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("shardopt.sharding.rank_group.time.sleep", _interrupted)
+            patch.setattr("shardopt.sharding.rank_group.time.sleep", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 shardopt.checkpoint.save(tmp_path, model)
         dist.barrier()
     shardopt.checkpoint.save(tmp_path, model)
-
-
-def _interrupted(seconds: float) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.ranks(2)

@@ -41,7 +41,7 @@ def test_different_options_within_a_flat_parameter_are_refused() -> None:
     model = WAYS["fsdp1 flat"](make_net())
     with pytest.raises(ValueError, match="in one flat parameter") as error:
         shardopt.param_groups(model, {"down.weight": {"codec": "fp32"}})
-    for words in ("embed.weight with no options", "down.weight with codec='fp32'", "use_orig_params=True"):
+    for words in ("embed.weight with no options", "down.weight with {'codec': 'fp32'}", "use_orig_params=True"):
         assert words in str(error.value)
     with pytest.raises(ValueError, match=r"got pattern '\*embde\*'.*embed\.weight"):
         shardopt.param_groups(model, {"*embde*": {"codec": "fp32"}})

@@ -99,3 +99,12 @@ def test_old_state_loads(tmp_path: Path) -> None:
         assert not loaded.param_groups[0].keys() & OPTIONS.keys()
         codes = [o.state[m.weight]["momentum_buffer_codes"] for m, o in ((model, optimizer), (own, loaded))]
         assert torch.equal(*codes)
+
+
+def test_flat_state_with_other_scales_is_refused() -> None:
+    model, optimizer = trained()
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0].update(exact_cut_blocks=False, held_elements=[[[0, 4096]]])
+    with pytest.raises(ValueError, match="got state of flat shards saved with exact_cut_blocks=False by an earlier"):
+        optimizer.load_state_dict(state_dict)
+    assert model.weight in optimizer.state

@@ -224,10 +224,6 @@ def _damage(state_dict: dict[str, Any], what: str) -> None:
             del state[key]
 
 
-def _raise_out_of_memory(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("out of memory")
-
-
 #: Where the state is from, what is wrong with it on the last rank, what that rank says, and what takes the state.
 DAMAGED: list[tuple[str, str, str, str, Callable[..., Any]]] = [
     ("fsdp1", "ours", "tensor_spec.TensorSpec.state_from_loaded", "out of memory", ShardedOptimizer.load_state_dict),
@@ -263,7 +259,7 @@ def test_all_ranks_refuse(way: str, source: str, what: str, message: str, load: 
         if is_last:
             _damage(state_dict, what)
             if "." in what:
-                patch.setattr(f"shardopt.state.{what}", _raise_out_of_memory)
+                patch.setattr(f"shardopt.state.{what}", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
         with pytest.raises((ValueError, torch.OutOfMemoryError)) as caught:
             load(optimizer, state_dict)
     said = str(caught.value)
