@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardopt.kernels.dispatch_cuda import use_in_current_stream
-from shardopt.layout import RankGroup, all_reduce_any, meet
+from shardopt.layout import RankGroup, all_reduce_any
 
 _DIGEST_BYTES = 16
 _GRADIENT = "a gradient"  # key in a description: whether the parameter has a gradient
@@ -85,10 +85,10 @@ class StepPlan:
         self, sets: Mapping[RankGroup, list[PlanEntry]], with_gradient: Container[int], *, is_single: bool
     ) -> None:
         self.is_single = is_single
-        self._sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
+        self.sets = {ranks: sets[ranks] for ranks in sorted(sets, key=order_of)}
         self._devices = {  # of the all-reduces: a GPU if a parameter is on it, else the CPU
             ranks: next((entry.device for entry in entries if entry.device.type != "cpu"), torch.device("cpu"))
-            for ranks, entries in self._sets.items()
+            for ranks, entries in self.sets.items()
         }
         self._on_gpus: dict[RankGroup, tuple[Answers, Tensor]] = {}  # the last answers, here and on the GPU
         self._digests: dict[RankGroup, bytes] = {}
@@ -103,10 +103,10 @@ class StepPlan:
     def _set_gradients(self, with_gradient: Container[int]) -> None:
         """Computes this rank's digests, if they depend on gradients, and its answers."""
         self._with_gradient = with_gradient
-        if not self._digests or any(entry.sizes_messages for entries in self._sets.values() for entry in entries):
-            self._digests = {ranks: self._digest(entries) for ranks, entries in self._sets.items()}
+        if not self._digests or any(entry.sizes_messages for entries in self.sets.values() for entry in entries):
+            self._digests = {ranks: self._digest(entries) for ranks, entries in self.sets.items()}
         # For each set that has a check, this rank's answers if nothing changed; in one order on all ranks.
-        self._checks = {ranks: self._answers(ranks) for ranks in self._sets if self._is_checked(ranks)}
+        self._checks = {ranks: self._answers(ranks) for ranks in self.sets if self._is_checked(ranks)}
 
     def _is_checked(self, ranks: RankGroup) -> bool:
         """Whether a step checks a set: always in a full step on the CPU, otherwise only if the set exchanges data."""
@@ -114,15 +114,15 @@ class StepPlan:
             return True
         return any(
             entry.needs_all_gradients or (entry.sizes_messages and entry.parameter in self._with_gradient)
-            for entry in self._sets[ranks]
+            for entry in self.sets[ranks]
         )
 
     def _answers(self, ranks: RankGroup) -> Answers:
         """This rank's answers to a set of ranks if its description did not change."""
-        may_have = {each.parameter: each.may_have_gradient for each in self._sets[ranks] if each.needs_all_gradients}
+        may_have = {each.parameter: each.may_have_gradient for each in self.sets[ranks] if each.needs_all_gradients}
         has = [may and index in self._with_gradient for index, may in may_have.items()]
         lacks = [may and index not in self._with_gradient for index, may in may_have.items()]
-        return np.array([True, False, len(self._sets) > 1, *has, *lacks], np.int32)
+        return np.array([True, False, len(self.sets) > 1, *has, *lacks], np.int32)
 
     def _digest(self, entries: Sequence[PlanEntry]) -> bytes:
         """The digest of entries, with whether parameters have a gradient where the sizes of messages depend on it."""
@@ -143,14 +143,11 @@ class StepPlan:
         Raises:
             RuntimeError: the descriptions differ, or only some ranks have a gradient of a parameter. Nothing was
                 changed.
-            MissingRanksError: some ranks did not call their first step.
         """
-        if agreed is None:  # before the first collective, which would hang if only some ranks call step()
-            meet(self._sets, "step", once=self.is_single)
-        else:
+        if agreed is not None:
             self._on_gpus = agreed._on_gpus
         last = {} if agreed is None else agreed._digests
-        sets = list(self._sets)
+        sets = list(self.sets)
         if last.keys() != self._digests.keys():  # also sets that this rank has left, as their other ranks check
             sets = sorted(dict.fromkeys([*sets, *last]), key=order_of)
         outcomes: dict[RankGroup, _Outcome] = {}
@@ -178,7 +175,7 @@ class StepPlan:
 
         ``has_changed`` says whether this rank's description for the set differs from the one in ``agreed``.
         """
-        plan = self if agreed is None or ranks in self._sets else agreed  # the latter: a set that this rank has left
+        plan = self if agreed is None or ranks in self.sets else agreed  # the latter: a set that this rank has left
         device, answers = plan._devices[ranks], self._checks.get(ranks)
         if has_changed:  # say only "changed", in a message of the last agreed length, which other ranks expect
             answers = None if agreed is None else agreed._checks.get(ranks)
@@ -224,7 +221,7 @@ class StepPlan:
 
     def _first_difference(self, ranks: RankGroup) -> str | None:
         """Gathers the descriptions of all ranks of a set; returns their first difference, if any. Collective."""
-        description = [[entry.name, self._described(entry)] for entry in self._sets.get(ranks, ())]
+        description = [[entry.name, self._described(entry)] for entry in self.sets.get(ranks, ())]
         of_ranks = {rank: json.loads(text) for rank, text in ranks.all_gather(json.dumps(description).encode()).items()}
         first, *others = sorted(of_ranks)
         for rank in others:

@@ -20,7 +20,6 @@ def plan_of(
     """Describes, per set of ranks that exchange data in the step, the parameters involved, for the ranks to compare.
 
     Makes process groups where the exchange needs new ones: all ranks that hold a parameter must call this.
-
     ``is_single`` says whether the step updates a single parameter, during the backward pass. Ranks may step such
     parameters in different orders, so that they compare plans only where they exchange data.
     """

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.kernels.dispatch import LossScaling
+from shardopt.layout import meet
 from shardopt.state.options import DEFAULTS, PLACEMENT, check_options
 from shardopt.step.agreement import StepPlan
 from shardopt.step.context import StepContext
@@ -95,6 +96,9 @@ class Stepper:
         plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
         is_first = self._agreed is None
         if is_first:  # before collectives of gradients, which do not match if ranks have parameters in different orders
+            # Single ones, which are released, may be stepped in different orders: holders might wait for each other.
+            holders = [] if plan.is_single else [part.shard.holders for each in parameters for part in each.slices]
+            meet(filter(None, [*plan.sets, *holders]), "step", once=plan.is_single)
             self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, parameters, host_gradient)

@@ -37,7 +37,8 @@ CALLS: dict[str, tuple[str, Callable[[Path, nn.Module, Any], object]]] = {
     "load_state_dict": ("fsdp1", lambda path, model, optimizer: optimizer.load_state_dict(optimizer.state_dict())),
     "import_state": ("fsdp columns", lambda path, model, optimizer: import_state(optimizer, _state_of_torch(model))),
     "clip_grad_norm_": ("fsdp", lambda path, model, optimizer: shardopt.clip_grad_norm_(model.parameters(), 1.0)),
-    "step": ("fsdp1", lambda path, model, _: shardopt.AdamW8bit(model.parameters()).step()),
+    "step of fsdp": ("fsdp", lambda path, model, _: shardopt.AdamW8bit(model.parameters()).step()),
+    "step of fsdp1": ("fsdp1", lambda path, model, _: shardopt.AdamW8bit(model.parameters()).step()),
     "ordered_gradients": ("ddp", lambda path, model, _: shardopt.comm.ordered_gradients(model, micro_batches=3)),
 }
 
