@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.layout import RankGroup, UnknownShardError, all_reduce_any, shard_of
+from shardopt.layout import RankGroup, UnknownShardError, all_reduce_any, meet, shard_of
 
 
 def agree_on_dummy_step(
@@ -31,6 +31,7 @@ def agree_on_dummy_step(
     except UnknownShardError:
         return False  # on all ranks; the step will raise it
     rank_groups = list(dict.fromkeys(ranks for ranks in holders if ranks is not None))
+    meet(rank_groups, "step")
     is_step = has_begun() or any(map(_has_nonzero_gradient, params))
     return not all_reduce_any(rank_groups, is_step)
 
@@ -45,6 +46,4 @@ def _is_zero_rate(lr: Any) -> bool:
 def _has_nonzero_gradient(param: Tensor) -> bool:
     """Whether a parameter's gradient on this rank is nonzero anywhere; True for sparse and meta gradients, unread."""
     gradient = getattr(param.grad, "_local_tensor", param.grad)
-    if gradient is None:
-        return False
-    return gradient.layout != torch.strided or gradient.is_meta or bool(gradient.any())
+    return gradient is not None and (gradient.layout != torch.strided or gradient.is_meta or bool(gradient.any()))

@@ -70,7 +70,7 @@ class OptimizerInterface(Optimizer):
 
         A step calls this after the sums and before all updates. ``totals`` are the sums over all ranks, each rounded
         once; NaN if a term was NaN or infinite. Returns per param group hyper-parameters that replace those of
-        :meth:`hyper` for the rest of the step. Implementations may change param groups.
+        :meth:`hyper` for the rest of the step. Implementations may change param groups, see ``Rule.shared``.
         """
         return [{} for _ in self.param_groups]
 

@@ -189,9 +189,9 @@ def flat_ranges(params: Sequence[Tensor]) -> list[list[list[int]]] | None:
     return ranges if any(ranges) else None
 
 
-def mark_held_indices(param: Tensor, state: Mapping[str, Any]) -> None:
+def mark_held_indices(param: Tensor, state: object) -> None:
     """Marks the DTensors in a parameter's state with the part that this rank holds; see ``_HELD_INDICES``."""
-    for entry in state.values():
+    for entry in state.values() if isinstance(state, Mapping) else ():  # a hook may have put something else
         if isinstance(entry, Tensor) and type(entry) is not Tensor:
             setattr(entry, _HELD_INDICES, shard_of(param).indices)
 

@@ -21,6 +21,7 @@ from shardopt.state.rule import Rule
 
 #: Options of the estimate ``d``, in which all param groups must agree.
 _ESTIMATE_OPTIONS = ("d0", "d_coef", "growth_rate", "use_bias_correction", "safeguard_warmup")
+_PLAIN = frozenset([float, int, bool, tuple, type(None)])  # neither change in place nor fail to be compared
 _AGREED = itemgetter("lr", "beta3", "betas", *_ESTIMATE_OPTIONS)
 
 
@@ -108,7 +109,7 @@ class Prodigy(ShardedOptimizer):
     def prepare_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises ValueError unless all param groups lead to the same estimate; makes their values plain numbers."""
         values_of = [_AGREED(group) for group in groups]
-        if values_of == self._agreed and not any(isinstance(lr, Tensor) for lr, *_ in values_of):  # may change in place
+        if all(type(x) in _PLAIN for values in values_of for x in values) and values_of == self._agreed:
             return
         for group in groups:  # schedulers may have set values that cannot be compared
             convert_sequences(group)

@@ -46,7 +46,8 @@ class Rule:
             pass that computes them.
         orthogonalized: how directions are orthogonalized, for a rule that writes directions where others write
             parameters; otherwise None.
-        shared: hyper-parameters that steps change, alike for all param groups, and that the first group's values give.
+        shared: with sums over all parameters, hyper-parameters that follow in each step from the first param group's
+            values, alike for all groups. Steps then check no other values that ``hyper_from_totals`` has changed.
     """
 
     name: str

@@ -67,9 +67,8 @@ class GroupTables:
 
     def override(self, hyper: Sequence[Mapping[str, float]]) -> None:
         """Overrides hyper-parameters of each param group, or none, by values of the present step."""
-        self._of_step = hyper
-        if hyper:
-            self._tables = {key: self._overridden(table.copy()) for key, table in self._tables.items()}
+        self._of_step, tables = hyper, self._tables if hyper or not self._of_step else {}
+        self._tables = {key: self._overridden(table.copy() if hyper else table) for key, table in tables.items()}
 
     def _overridden(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         for index, hyper in enumerate(self._of_step):

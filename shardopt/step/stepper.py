@@ -93,12 +93,12 @@ class Stepper:
         groups = list(map(self._context.group_of, param_groups))
         on_host = host_gradient is not None
         parameters = describe_parameters(param_groups, groups, self._context, self._first_index, self._name, on_host)
-        plan = plan_of(param_groups, groups, parameters, is_single=self._name is not None)
-        is_first = self._agreed is None
+        is_first, is_single = self._agreed is None, self._name is not None
+        if is_first and not is_single:  # before groups are made; ranks may step single parameters in different orders
+            meet(filter(None, (part.shard.holders for each in parameters for part in each.slices)), "step", once=True)
+        plan = plan_of(param_groups, groups, parameters, is_single=is_single)
         if is_first:  # before collectives of gradients, which do not match if ranks have parameters in different orders
-            # Single ones, which are released, may be stepped in different orders: holders might wait for each other.
-            holders = [] if plan.is_single else [part.shard.holders for each in parameters for part in each.slices]
-            meet(filter(None, [*plan.sets, *holders]), "step", once=plan.is_single)
+            meet(plan.sets, "step", once=is_single)
             self._agreed = plan.agree(self._agreed)
         params = [param for group in param_groups for param in group["params"]]
         gradients = local_gradients(params, parameters, host_gradient)

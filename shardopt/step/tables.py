@@ -192,7 +192,8 @@ class StepTables:
         sums.all_reduce()
         if any(group.rule.has_totals for group in self.groups.groups):
             self.groups.override(self._context.take_totals(sums.total()))
-            self.watched.changed_groups(self._param_groups)  # the next step need not check what this one has written
+            if self.groups.groups[0].rule.shared:  # what this step has written needs no check in the next one
+                self.watched.changed_groups(self._param_groups)
             for batch in batches:
                 batch.update(False, self.groups.rows_for(batch.kernel_device), self._scaling)
 

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -38,18 +39,17 @@ CALLS: dict[str, tuple[str, Callable[[Path, nn.Module, Any], object]]] = {
     "import_state": ("fsdp columns", lambda path, model, optimizer: import_state(optimizer, _state_of_torch(model))),
     "clip_grad_norm_": ("fsdp", lambda path, model, optimizer: shardopt.clip_grad_norm_(model.parameters(), 1.0)),
     "step of fsdp": ("fsdp", lambda path, model, _: shardopt.AdamW8bit(model.parameters()).step()),
+    "step of lr=0": ("fsdp", lambda path, model, _: shardopt.AdamW8bit(model.parameters(), lr=0.0).step()),
     "step of fsdp1": ("fsdp1", lambda path, model, _: shardopt.AdamW8bit(model.parameters()).step()),
     "ordered_gradients": ("ddp", lambda path, model, _: shardopt.comm.ordered_gradients(model, micro_batches=3)),
 }
 
 
 def _state_of_torch(model: nn.Module) -> dict[str, Any]:
-    """Of an optimizer that has changed nothing."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    optimizer.zero_grad()
     return optimizer.state_dict()
 
 
@@ -63,6 +63,7 @@ def _limit(seconds: float) -> Iterator[list[str]]:
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(WAIT_FOR_RANKS, str(seconds))
+        patch.setattr("shardopt.sharding.rank_group._meetings", WeakKeyDictionary())  # some calls meet only once
         yield logged
     logger.removeHandler(handler)
 
@@ -176,7 +177,7 @@ def test_as_long_as_collectives_wait(tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 def test_a_limit_that_is_no_number(tmp_path: Path) -> None:
     for setting in ("soon", "0", "nan"):
-        with pytest.MonkeyPatch.context() as patch:
+        refused = pytest.raises(ValueError, match=f"{WAIT_FOR_RANKS}: got '{setting}', expected seconds above 0")
+        with pytest.MonkeyPatch.context() as patch, refused:
             patch.setenv(WAIT_FOR_RANKS, setting)
-            with pytest.raises(ValueError, match=f"{WAIT_FOR_RANKS}: got '{setting}', expected seconds above 0"):
-                shardopt.checkpoint.save(tmp_path, make_net())
+            shardopt.checkpoint.save(tmp_path, make_net())

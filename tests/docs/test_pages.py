@@ -23,6 +23,7 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 MISSING = [package for package in ("mkdocs", "material", "mkdocstrings") if find_spec(package) is None]
 #: Messages that docs/troubleshooting.md explains.
 MESSAGES = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+assert len(MESSAGES) > 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -97,10 +98,6 @@ def texts() -> str:
 
 
 TEXTS = texts()
-
-
-def test_there_are_messages() -> None:
-    assert len(MESSAGES) > 25
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -56,6 +57,7 @@ def test_groups_share_the_estimate_as_one_group_would_have_it() -> None:
     assert steps(one, 10) == steps(several, 10)
     assert_same(everything(several), everything(one))
     for optimizer in (one, several):
+        optimizer.param_groups[0]["betas"] = np.array(optimizer.param_groups[0]["betas"])
         optimizer.add_param_group({"params": [Parameter(torch.ones(3, 7))], **options})
         optimizer.param_groups[0]["d"] *= 1.5  # by hand, in the first group alone
     assert steps(one, 3, first=10) == steps(several, 3, first=10)
