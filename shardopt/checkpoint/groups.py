@@ -53,10 +53,8 @@ def merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[Saved
     """Merges the param groups of ranks with different parameters (pipeline stages, experts) into one list.
 
     Groups of different ranks become one group if their options are equal, but for those in ``RUN_OPTIONS``; if several
-    groups of the first ranks are equal, that of the same index. Groups of the first rank stay apart.
-
-    Raises:
-        CheckpointError: a parameter has different options on different ranks.
+    groups of the first ranks are equal, that of the same index. Groups of the first rank stay apart. Raises
+    CheckpointError if a parameter has different options on different ranks.
     """
     merged: list[dict[str, Any]] = []
     for rank, groups in enumerate(groups_of_ranks):
@@ -72,8 +70,10 @@ def merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[Saved
     for group in merged:
         twice = seen & group["parameters"].keys()
         if twice:
+            own, other = [_hyper_parameters(each) for each in merged if min(twice) in each["parameters"]][:2]
+            different = [key for key in {**own, **other} if own.get(key) != other.get(key)]
             raise CheckpointError(
-                f"got {named(min(twice))} with different options on different ranks, expected the same "
+                f"got {named(min(twice))} with different {few(different)} on different ranks, expected the same "
                 "hyper-parameters for a parameter everywhere; set them alike on all ranks"
             )
         seen |= group["parameters"].keys()

@@ -265,7 +265,7 @@ DIFFERENCES = {
     "shape": "got different shapes or dtypes of model.weight",
     "exp_avg_codes": "got different values of optimizer.weight.exp_avg_codes on different ranks",
     "exp_avg_sq_scales": "got different values of optimizer.weight.exp_avg_sq_scales on different ranks",
-    "lr": "got bias with different options on different ranks",
+    "lr": "got bias with different lr on different ranks",
 }
 
 
