@@ -592,7 +592,7 @@ FEATURES: dict[str, Feature] = {
     "propagate, muon": Feature(partial(nonfinite, policy="propagate", rule="muon"), NOT_MUON),
     "raise, muon": Feature(partial(raising, rule="muon"), NOT_MUON),
     "asleep": Feature(sleeping, ZERO),
-    "asleep, log4": Feature(partial(sleeping, codec="log4"), ZERO),
+    "asleep, log4": Feature(partial(sleeping, codec="log4", repay=False), ZERO),
     "named": Feature(named, OTHER_MODELS),
     "named, of any unit": Feature(partial(named, **NAMED), {*BY_UNIT, *OTHER_MODELS}),
     "named, with noise": Feature(partial(named, **NOISE), OTHER_MODELS),
