@@ -237,10 +237,10 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler; or in
-                both of the first two steps gradients were in parameters that replaced these. Nothing was changed.
-            ValueError: a parameter's dtype does not allow the weight format in its options. Nothing was changed.
-            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Nothing was changed.
+                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler; or in both
+                first steps gradients were in parameters that replaced these; or some ranks did not take the first step.
+            ValueError: a parameter's dtype does not allow the weight format in its options.
+            FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Errors change nothing.
         """
         # torch.amp.GradScaler sets these attributes for the duration of the call.
         scaling = LossScaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
