@@ -237,8 +237,8 @@ class ShardedOptimizer(OptimizerInterface):
 
         Raises:
             RuntimeError: a parameter or gradient has a layout, dtype or device that the kernels cannot step; or
-                parameters are stepped in the backward pass, and there is a closure or a torch.amp.GradScaler; or in both
-                first steps gradients were in parameters that replaced these; or some ranks did not take the first step.
+                parameters are stepped in the backward pass, with a closure or a torch.amp.GradScaler; or in both first
+                steps gradients were in parameters that replaced these; or some ranks did not take the first step.
             ValueError: a parameter's dtype does not allow the weight format in its options.
             FloatingPointError: a gradient is NaN or Inf and ``nonfinite="raise"``. Errors change nothing.
         """
